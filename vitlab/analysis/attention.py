@@ -1,0 +1,61 @@
+"""Who looks at whom: the attention weights of every layer and head, whatever kernel the model runs on."""
+
+import torch
+from torch import Tensor, nn
+
+from vitlab.config import Size, UserError
+from vitlab.models.axial import AxialBlock
+from vitlab.models.resnet import ResNet
+from vitlab.models.variants import Model
+from vitlab.models.vit import Attention, ViT, attention_weights
+
+
+@torch.no_grad()
+def attention(model: Model, images: Tensor) -> list[Tensor]:
+    """Per layer, the weights (B, H, N, N): row i says how token i shares its attention out.
+
+    The model runs as it is, on fused kernels and without dropout; each layer's input is caught on its way in and
+    the weights computed beside it. Token 0 is the class token where the model has one. An axial block gives two
+    entries, rows then columns, dense with zeros where it does not look. Weights are float32 or wider.
+    """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    if isinstance(model, ResNet):
+        raise UserError("this model is a ResNet and has no attention")
+    if not isinstance(model, ViT):
+        raise UserError(f"attention() takes a vitlab model, not {type(model).__name__}")
+    layers = [module for module in model.blocks.modules() if isinstance(module, Attention)]
+    caught: dict[nn.Module, Tensor] = {}
+    hooks = [m.register_forward_hook(lambda m, args, _: caught.update({m: args[0]})) for m in layers]
+    training = model.training
+    try:
+        model.eval()
+        model(images)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    maps = [weights(layer, caught[layer]) for layer in layers]
+    if isinstance(model.blocks[0], AxialBlock):
+        maps = [dense(m, model.config.grid, axis=i % 2) for i, m in enumerate(maps)]
+    return maps
+
+
+def weights(layer: Attention, x: Tensor) -> Tensor:
+    q, k, _, bias = layer.project(x)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return attention_weights(q.to(wide), k.to(wide), bias)
+
+
+def dense(weights: Tensor, grid: Size, axis: int) -> Tensor:
+    """Attention within each row (axis 0) or column (axis 1) of the grid as weights over the whole grid."""
+    h, w = grid
+    lines, heads, length = weights.shape[0], weights.shape[1], weights.shape[2]
+    n_lines = h if axis == 0 else w
+    weights = weights.reshape(lines // n_lines, n_lines, heads, length, length).transpose(1, 2)
+    out = weights.new_zeros(*weights.shape[:2], h, w, h, w)  # (B, H, query row and column, key row and column)
+    for line in range(n_lines):
+        if axis == 0:
+            out[:, :, line, :, line, :] = weights[:, :, line]
+        else:
+            out[:, :, :, line, :, line] = weights[:, :, line]
+    return out.reshape(*out.shape[:2], h * w, h * w)

@@ -1,0 +1,317 @@
+"""What a model is, as data: frozen dataclasses, checked once, with JSON in and out and `key=value` overrides.
+
+Nothing here imports torch, so commands that only talk about settings answer at once.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+Pool = Literal["token", "mean", "attention"]
+PositionKind = Literal["none", "1d", "2d", "relative", "sinusoidal"]
+Placement = Literal["stem", "every", "shared"]
+AttentionKind = Literal["full", "axial"]
+Gelu = Literal["exact", "tanh"]
+Standardize = Literal["sigma", "variance"]
+Size = tuple[int, int]
+
+
+class UserError(ValueError):
+    """A mistake the user can mend; its message is one sentence that says how."""
+
+
+@dataclass(frozen=True)
+class StemConfig:
+    """The hybrid's ResNet stem: a root (stride 4), then stages of post-activation bottlenecks."""
+
+    stages: tuple[int, ...]
+    width: int = 64
+    standardize: Standardize = "sigma"  # (w - mean) / (sigma + eps), or / sqrt(variance + eps)
+    standardize_eps: float = 1e-5
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_stages(self)
+
+    @property
+    def channels(self) -> int:
+        return self.width * 4 * 2 ** (len(self.stages) - 1) if self.stages else self.width
+
+    @property
+    def stride(self) -> int:
+        return int(4 * 2 ** max(0, len(self.stages) - 1))
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """A Vision Transformer: plain, hybrid (with a stem) or axial."""
+
+    image_size: Size
+    patch: int  # side of a patch, in pixels, or in cells of the stem's map
+    depth: int
+    width: int
+    mlp: int
+    heads: int
+    classes: int = 1000  # 0: no head, the model returns its features
+    stem: StemConfig | None = None
+    pool: Pool = "token"
+    prelogits: int = 0  # width of the tanh layer before the head; 0: none
+    positions: PositionKind = "1d"
+    placement: Placement = "stem"
+    attention: AttentionKind = "full"
+    gelu: Gelu = "exact"
+    norm_eps: float = 1e-6
+    dropout: float = 0.0
+    drop_path: float = 0.0  # stochastic depth: rate of the last layer, growing linearly from 0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for field in ("patch", "depth", "width", "mlp", "heads"):
+            at_least(self, field, 1)
+        at_least(self, "classes", 0)
+        at_least(self, "prelogits", 0)
+        check_rate(self, "dropout")
+        check_rate(self, "drop_path")
+        if self.width % self.heads:
+            fit = [h for h in range(1, self.width + 1) if self.width % h == 0]
+            near = sorted(sorted(fit, key=lambda h: abs(h - self.heads))[:3])
+            raise UserError(f"{self.heads} heads do not divide the width {self.width}; {listed(near)} would")
+        check_size(self.image_size, self.stride)
+        self._check_positions()
+        if self.attention == "axial" and self.pool == "token":
+            raise UserError(
+                "axial attention works on the grid and has no class token; use pool='mean' or pool='attention'"
+            )
+
+    def _check_positions(self) -> None:
+        kind, place = self.positions, self.placement
+        if kind == "none" and place != "stem":
+            raise UserError(f"positions='none' has nothing to place; placement='{place}' is meaningless")
+        if kind == "relative" and place != "stem":
+            raise UserError(
+                f"positions='relative' lives inside every attention layer already; placement='{place}' is meaningless"
+            )
+        if kind == "sinusoidal" and place == "every":
+            raise UserError("sinusoidal tables are fixed, so one per layer is the same as placement='shared'; use that")
+        if kind == "relative" and self.attention == "axial":
+            raise UserError("relative positions are offsets in the full grid; use another kind with axial attention")
+        if kind == "2d" and self.width % 2:
+            raise UserError(f"positions='2d' halves the width for its two axes, and {self.width} is odd")
+
+    @property
+    def stride(self) -> int:
+        """Pixels from one patch to the next."""
+        return self.patch * (self.stem.stride if self.stem else 1)
+
+    @property
+    def grid(self) -> Size:
+        """Patches down and across."""
+        return self.image_size[0] // self.stride, self.image_size[1] // self.stride
+
+    @property
+    def token(self) -> bool:
+        """Whether a class token leads the sequence."""
+        return self.pool == "token"
+
+    @property
+    def length(self) -> int:
+        """Tokens in the sequence, class token included."""
+        return self.grid[0] * self.grid[1] + self.token
+
+
+@dataclass(frozen=True)
+class ResNetConfig:
+    """A BiT ResNet: pre-activation bottlenecks, group norm, weight-standardised convolutions."""
+
+    image_size: Size
+    stages: tuple[int, ...]
+    width: int = 64  # channels of the root; 64 times the width factor
+    classes: int = 1000
+    standardize: Standardize = "variance"
+    standardize_eps: float = 1e-10
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_stages(self)
+        if not self.stages:
+            raise UserError("a ResNet needs at least one stage")
+        at_least(self, "classes", 0)
+        check_size(self.image_size, 1)
+
+    @property
+    def channels(self) -> int:
+        return int(self.width * 4 * 2 ** (len(self.stages) - 1))
+
+    @property
+    def grid(self) -> Size:
+        """Cells of the final map, down and across: every stride-2 step rounds up."""
+        halvings = len(self.stages) + 1
+        height, width = (-(-side // 2**halvings) for side in self.image_size)
+        return height, width
+
+    @property
+    def length(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+
+ModelConfig = ViTConfig | ResNetConfig
+
+
+def as_size(size: object) -> Size:
+    """An image size as (height, width), from an int or a pair."""
+    pair = (size, size) if isinstance(size, int) else tuple(size) if _is_list(size) else ()
+    if len(pair) != 2 or not all(type(side) is int for side in pair):
+        raise UserError(f"image_size must be an integer or (height, width), not {size!r}")
+    if min(pair) < 1:
+        raise UserError(f"image_size must be positive, not {size!r}")
+    return pair
+
+
+def _is_list(value: object) -> typing.TypeGuard[list[Any] | tuple[Any, ...]]:
+    return isinstance(value, list | tuple)
+
+
+# ---- checks shared by the configs
+
+
+def check_size(size: Size, stride: int) -> None:
+    as_size(size)
+    if size[0] % stride == 0 and size[1] % stride == 0:
+        return
+    side = next(s for s in size if s % stride)
+    below, above = side // stride * stride, (side // stride + 1) * stride
+    fit = f"{below} or {above}" if below else f"{above}"
+    raise UserError(
+        f"patches of {stride} pixels do not divide an image of {size[0]}x{size[1]}: use {fit} for {side}, "
+        f"or any other multiple of {stride}"
+    )
+
+
+def check_stages(config: StemConfig | ResNetConfig) -> None:
+    if any(units < 1 for units in config.stages):
+        raise UserError(f"every stage needs at least one unit, not {config.stages}")
+    if config.width < 1 or config.width % 32:
+        raise UserError(f"a ResNet's width must be a multiple of its 32 norm groups, not {config.width}")
+
+
+def at_least(config: object, field: str, lowest: int) -> None:
+    value = getattr(config, field)
+    if value < lowest:
+        raise UserError(f"{field} must be at least {lowest}, not {value}")
+
+
+def check_rate(config: object, field: str) -> None:
+    value = getattr(config, field)
+    if not 0 <= value < 1:
+        raise UserError(f"{field} must be at least 0 and below 1, not {value}")
+
+
+def listed(values: Iterable[object]) -> str:
+    *head, last = [str(v) for v in values]
+    return f"{', '.join(head)} or {last}" if head else last
+
+
+# ---- types: every value of a config is what its annotation says, wherever it came from
+
+T = TypeVar("T")
+
+
+def check_types(config: Any) -> None:
+    """Replace each field by its checked value (an int where a float belongs becomes one; lists become tuples)."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        object.__setattr__(config, name, checked(getattr(config, name), hint, name))
+
+
+def checked(value: Any, hint: Any, name: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        if isinstance(value, str) and value in args:
+            return value
+        raise UserError(f"{name} must be {listed(map(repr, args))}, not {value!r}")
+    if origin in (types.UnionType, typing.Union):  # only "X | None" occurs
+        return None if value is None else checked(value, args[0], name)
+    if origin is tuple and _is_list(value):
+        kinds = args[:1] * len(value) if args[-1] is Ellipsis else args
+        if len(value) == len(kinds):
+            return tuple(checked(v, k, name) for v, k in zip(value, kinds, strict=True))
+    if hint is float and type(value) is int:
+        return float(value)
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return from_json(typing.cast(type[Any], hint), value)
+    if isinstance(hint, type) and type(value) is hint:
+        return value
+    raise UserError(f"{name} must be {_plain(hint)}, not {value!r}")
+
+
+def _plain(hint: Any) -> str:
+    words = {int: "an integer", float: "a number", str: "a word", bool: "true or false"}
+    if typing.get_origin(hint) is tuple:
+        return "a list of " + {int: "integers", float: "numbers"}.get(typing.get_args(hint)[0], "words")
+    return words.get(hint, f"a {getattr(hint, '__name__', hint)}")
+
+
+# ---- JSON and overrides
+
+
+def to_json(config: Any) -> dict[str, Any]:
+    """Plain dicts and lists; `from_json` is its inverse."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
+
+
+def from_json(kind: type[T], data: Mapping[str, Any]) -> T:
+    fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, kind))}
+    for key in data:
+        known_key(key, fields)
+    missing = [
+        n
+        for n, f in fields.items()
+        if n not in data and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise UserError(f"{kind.__name__} lacks {listed(missing)}")
+    return kind(**data)
+
+
+def known_key(key: str, known: Iterable[str]) -> None:
+    names = list(known)
+    if key not in names:
+        near = difflib.get_close_matches(key, names, 1, 0.5)
+        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(names)}"
+        raise UserError(f"there is no setting '{key}'; {hint}")
+
+
+def parse_settings(pairs: Iterable[str], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """`["dropout=0.1", "image_size=384"]` as typed values, by the annotations in `hints`."""
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals:
+            raise UserError(f"'{pair}' is not a setting; write key=value, such as dropout=0.1")
+        known_key(key, hints)
+        settings[key] = checked(parsed(text, hints[key], key), hints[key], key)
+    return settings
+
+
+def parsed(text: str, hint: Any, name: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        kinds = [a for a in args if a is not type(None)]
+        if text == "none" and Literal not in map(typing.get_origin, kinds):
+            return None
+        return parsed(text, kinds[0], name)
+    if origin is tuple:
+        parts = text.replace("x", ",").split(",")
+        values = [parsed(part, args[0], name) for part in parts]
+        return values * 2 if len(values) == 1 and args[-1] is not Ellipsis else values
+    try:
+        if hint is bool:
+            return {"true": True, "false": False}[text.lower()]
+        return hint(text) if hint in (int, float) else text
+    except (KeyError, ValueError):
+        raise UserError(f"{name} must be {_plain(hint)}, not '{text}'") from None

@@ -1,0 +1,23 @@
+"""What every model says of images it cannot take."""
+
+import torch
+from torch import Tensor
+
+from vitlab.config import Size, UserError
+
+
+def check_images(images: Tensor, size: Size, weight: Tensor) -> None:
+    if images.ndim != 4 or images.shape[1] != 3:
+        raise UserError(f"images must be RGB, (batch, 3, height, width), not of shape {tuple(images.shape)}")
+    if not images.is_floating_point():
+        raise UserError(
+            f"images must be normalised floating-point numbers, not {images.dtype}; scale them to [-1, 1] first"
+        )
+    if tuple(images.shape[2:]) != size:
+        h, w = images.shape[2:]
+        raise UserError(
+            f"this model takes images of {size[0]}x{size[1]}, not {h}x{w}; "
+            f"call model.resize(({h}, {w})) first, or resize the images"
+        )
+    if images.dtype != weight.dtype and not torch.is_autocast_enabled(images.device.type):
+        raise UserError(f"the images are {images.dtype} and the model is {weight.dtype}; convert one of them")

@@ -1,0 +1,141 @@
+"""Where a patch is: learned 1-D and 2-D tables, fixed sinusoids, relative offsets; and how each changes resolution.
+
+Shapes: N tokens (h*w patches, and a class token where there is one), D width, H heads, K head width,
+T tables (one, or one per layer).
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitlab.config import Size, UserError, ViTConfig
+
+Resample = Literal["bilinear", "bicubic"]
+INIT = 0.02
+
+
+def resample(grid: Tensor, size: Size, mode: Resample = "bilinear") -> Tensor:
+    """Stretch a table on a grid, (..., h, w, D), to another size.
+
+    Bilinear aligns corners and does not antialias, as the authors' zoom does; bicubic aligns pixel edges, as
+    other public code does.
+    """
+    if mode not in ("bilinear", "bicubic"):
+        raise UserError(f"positions are resampled 'bilinear' or 'bicubic', not '{mode}'")
+    if tuple(grid.shape[-3:-1]) == tuple(size):
+        return grid
+    lead, (h, w, d) = grid.shape[:-3], grid.shape[-3:]
+    flat = grid.detach().reshape(-1, h, w, d).permute(0, 3, 1, 2)  # (T, D, h, w)
+    new = F.interpolate(flat, size, mode=mode, align_corners=mode == "bilinear")
+    return new.permute(0, 2, 3, 1).reshape(*lead, *size, d).contiguous()
+
+
+def sinusoids(length: int, width: int) -> Tensor:
+    """Sine on even channels, cosine on odd ones, wavelengths from 2 pi to 10000 * 2 pi."""
+    place = torch.arange(length, dtype=torch.float64)[:, None]
+    channel = torch.arange(width, dtype=torch.float64)
+    angle = place / 10000 ** (2 * (channel // 2) / width)
+    return torch.where(channel % 2 == 0, angle.sin(), angle.cos()).float()  # (N, D)
+
+
+class Table(nn.Module):
+    """One row of width D per token: learned ("1d") or fixed ("sinusoidal")."""
+
+    def __init__(self, c: ViTConfig) -> None:
+        super().__init__()
+        self.token = int(c.token)
+        self.grid = c.grid
+        if c.positions == "1d":
+            tables = c.depth if c.placement == "every" else 1
+            self.table = nn.Parameter(torch.empty(tables, c.length, c.width))
+            nn.init.normal_(self.table, std=INIT)
+        else:  # kept with the weights: after a resize the rows are no longer the formula's
+            self.register_buffer("table", sinusoids(c.length, c.width)[None])
+
+    def forward(self, layer: int) -> Tensor:
+        return self.table[layer if self.table.shape[0] > 1 else 0]  # (N, D)
+
+    def resize(self, grid: Size, mode: Resample) -> None:
+        lead, rows = self.table[:, : self.token], self.table[:, self.token :]
+        rows = rows.reshape(rows.shape[0], *self.grid, -1)
+        new = torch.cat([lead, resample(rows, grid, mode).flatten(1, 2)], 1).detach()
+        self.table = nn.Parameter(new) if isinstance(self.table, nn.Parameter) else new
+        self.grid = grid
+
+
+class Axes(nn.Module):
+    """Two learned tables of width D/2, one per axis, concatenated; the class token has a row of its own ("2d")."""
+
+    def __init__(self, c: ViTConfig) -> None:
+        super().__init__()
+        tables = c.depth if c.placement == "every" else 1
+        self.columns = nn.Parameter(torch.empty(tables, c.grid[1], c.width // 2))
+        self.rows = nn.Parameter(torch.empty(tables, c.grid[0], c.width // 2))
+        self.token = nn.Parameter(torch.empty(tables, int(c.token), c.width))
+        for table in self.parameters():
+            nn.init.normal_(table, std=INIT)
+
+    def forward(self, layer: int) -> Tensor:
+        layer = layer if self.rows.shape[0] > 1 else 0
+        columns, rows = self.columns[layer], self.rows[layer]  # (w, D/2), (h, D/2)
+        h, w = rows.shape[0], columns.shape[0]
+        both = torch.cat([columns.expand(h, -1, -1), rows[:, None].expand(-1, w, -1)], -1)
+        return torch.cat([self.token[layer], both.flatten(0, 1)])  # (N, D)
+
+    def resize(self, grid: Size, mode: Resample) -> None:
+        h, w = grid
+        self.rows = nn.Parameter(resample(self.rows[:, :, None], (h, 1), mode)[:, :, 0].detach())
+        self.columns = nn.Parameter(resample(self.columns[:, None], (1, w), mode)[:, 0].detach())
+
+
+class Relative(nn.Module):
+    """Logits of the content query against an embedding of each (query, key) offset.
+
+    The paper's offsets are 1-D; these are 2-D, (2h-1)(2w-1) of them, so that they can be resampled. The class
+    token has three rows: its view of itself, its view of a patch, a patch's view of it.
+    """
+
+    index: Tensor
+
+    def __init__(self, c: ViTConfig) -> None:
+        super().__init__()
+        h, w = c.grid
+        self.heads = c.heads
+        self.offsets = nn.Parameter(torch.empty(2 * h - 1, 2 * w - 1, c.width))
+        self.token = nn.Parameter(torch.empty(3 * int(c.token), c.width))
+        for table in self.parameters():
+            nn.init.normal_(table, std=INIT)
+        self.register_buffer("index", offset_index(c.grid, c.token), persistent=False)
+
+    def forward(self, q: Tensor) -> Tensor:
+        rows = torch.cat([self.offsets.flatten(0, 1), self.token])  # (R, D)
+        keys = rows.reshape(len(rows), self.heads, -1).permute(1, 2, 0)  # (H, K, R)
+        logits = q @ keys.to(q.dtype)  # (B, H, N, R)
+        return logits.gather(-1, self.index.expand(*logits.shape[:2], -1, -1))  # (B, H, N, N)
+
+    def resize(self, grid: Size, mode: Resample) -> None:
+        h, w = grid
+        self.offsets = nn.Parameter(resample(self.offsets, (2 * h - 1, 2 * w - 1), mode).detach())
+        self.index = offset_index(grid, len(self.token) > 0).to(self.offsets.device)
+
+
+def offset_index(grid: Size, token: bool) -> Tensor:
+    """For each query and key, the row of its offset: row-major over (2h-1, 2w-1), then the class token's three."""
+    h, w = grid
+    y, x = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    y, x = y.flatten(), x.flatten()
+    index = (y[:, None] - y + h - 1) * (2 * w - 1) + (x[:, None] - x + w - 1)  # (hw, hw)
+    if token:
+        index = F.pad(index, (1, 0, 1, 0))
+        first = (2 * h - 1) * (2 * w - 1)
+        index[0, 1:], index[1:, 0], index[0, 0] = first + 1, first + 2, first
+    return index
+
+
+def make_positions(c: ViTConfig) -> Table | Axes | None:
+    """What is added to the tokens; relative offsets live in the attention layers instead."""
+    if c.positions in ("1d", "sinusoidal"):
+        return Table(c)
+    return Axes(c) if c.positions == "2d" else None

@@ -1,0 +1,166 @@
+"""Convolutions: the BiT ResNet, the paper's baseline, and the ResNet stem of the hybrids.
+
+Both are made of bottlenecks with group norm and weight-standardised convolutions. BiT's are pre-activation
+(norm, ReLU, convolution) with symmetric padding; the hybrid's are post-activation with "SAME" padding, which for
+an even side pads one more after than before.
+
+Shapes: B batch, C channels, h and w cells down and across.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitlab.config import ResNetConfig, Size, StemConfig, as_size
+from vitlab.models.images import check_images
+from vitlab.models.positions import Resample
+
+GROUPS = 32
+
+
+class StdConv(nn.Conv2d):
+    """A convolution without bias whose kernels have mean 0 and deviation 1."""
+
+    def __init__(self, c: StemConfig | ResNetConfig, cin: int, cout: int, size: int, stride: int = 1) -> None:
+        super().__init__(cin, cout, size, stride=stride, padding=size // 2, bias=False)
+        self.form, self.eps = c.standardize, c.standardize_eps
+        nn.init.kaiming_normal_(self.weight, nonlinearity="linear")
+
+    def standardized(self) -> Tensor:
+        variance, mean = torch.var_mean(self.weight, (1, 2, 3), correction=0, keepdim=True)
+        if self.form == "sigma":
+            return (self.weight - mean) / (variance.sqrt() + self.eps)
+        return (self.weight - mean) * (variance + self.eps).rsqrt()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.standardized(), None, self.stride, self.padding)
+
+
+class SameConv(StdConv):
+    """The same with "SAME" padding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = same_pad(x, self.kernel_size[0], self.stride[0])
+        return F.conv2d(x, self.standardized(), None, self.stride)
+
+
+def same_pad(x: Tensor, size: int, stride: int) -> Tensor:
+    """Zeros around x so that a window gives ceil(side / stride) outputs, the odd one at the end."""
+    pads: list[int] = []
+    for side in (x.shape[3], x.shape[2]):  # F.pad starts from the last axis
+        total = max(0, (-(-side // stride) - 1) * stride + size - side)
+        pads += [total // 2, total - total // 2]
+    return F.pad(x, pads)
+
+
+def group_norm(c: StemConfig | ResNetConfig, channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(GROUPS, channels, c.norm_eps)
+
+
+def stages(c: StemConfig | ResNetConfig) -> Iterator[list[tuple[int, int, int]]]:
+    """Per stage, the (input channels, inner channels, stride) of its units; all stages but the first halve the map."""
+    cin = c.width
+    for i, units in enumerate(c.stages):
+        mid = c.width * 2**i
+        yield [(cin, mid, 1 if i == 0 else 2)] + [(4 * mid, mid, 1)] * (units - 1)
+        cin = 4 * mid
+
+
+# ---- BiT
+
+
+class BiTUnit(nn.Module):
+    """Pre-activation bottleneck; a projected shortcut starts from the activated input."""
+
+    def __init__(self, c: ResNetConfig, cin: int, mid: int, stride: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = group_norm(c, cin), StdConv(c, cin, mid, 1)
+        self.norm2, self.conv2 = group_norm(c, mid), StdConv(c, mid, mid, 3, stride)
+        self.norm3, self.conv3 = group_norm(c, mid), StdConv(c, mid, 4 * mid, 1)
+        project = stride != 1 or cin != 4 * mid
+        self.shortcut = StdConv(c, cin, 4 * mid, 1, stride) if project else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(x))
+        shortcut = x if self.shortcut is None else self.shortcut(y)
+        y = self.conv2(F.relu(self.norm2(self.conv1(y))))
+        return shortcut + self.conv3(F.relu(self.norm3(y)))
+
+
+class ResNet(nn.Module):
+    """BiT: root, stages, norm, mean over the map, head."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        c = self.config = config
+        self.root = StdConv(c, 3, c.width, 7, stride=2)
+        self.stages = nn.ModuleList(nn.Sequential(*(BiTUnit(c, *unit) for unit in stage)) for stage in stages(c))
+        self.norm = group_norm(c, c.channels)
+        self.head = nn.Linear(c.channels, c.classes) if c.classes else None
+        if self.head is not None:
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits, (B, classes); the features where the model has no head."""
+        features = self.features(images)
+        return features if self.head is None else self.head(features)
+
+    def features(self, images: Tensor) -> Tensor:
+        """What the head sees, (B, C)."""
+        return self.tokens(images).mean(1)
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """The final map as a sequence, (B, hw, C)."""
+        check_images(images, self.config.image_size, self.root.weight)
+        x = F.pad(self.root(images), (1, 1, 1, 1))  # zeros, not -inf: there is no ReLU before
+        x = F.max_pool2d(x, 3, 2)
+        for stage in self.stages:
+            x = stage(x)
+        return F.relu(self.norm(x)).flatten(2).transpose(1, 2)
+
+    def resize(self, image_size: int | Size, mode: Resample = "bilinear") -> Self:
+        """Take images of another size, in place; convolutions have no positions, so no weight changes."""
+        self.config = dataclasses.replace(self.config, image_size=as_size(image_size))
+        return self
+
+
+# ---- the hybrid's stem
+
+
+class StemUnit(nn.Module):
+    """Post-activation bottleneck; its last norm starts at scale zero, so the unit starts as its shortcut."""
+
+    def __init__(self, c: StemConfig, cin: int, mid: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = SameConv(c, cin, mid, 1), group_norm(c, mid)
+        self.conv2, self.norm2 = SameConv(c, mid, mid, 3, stride), group_norm(c, mid)
+        self.conv3, self.norm3 = SameConv(c, mid, 4 * mid, 1), group_norm(c, 4 * mid)
+        nn.init.zeros_(self.norm3.weight)
+        project = stride != 1 or cin != 4 * mid
+        self.shortcut = nn.Sequential(SameConv(c, cin, 4 * mid, 1, stride), group_norm(c, 4 * mid)) if project else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = self.norm3(self.conv3(F.relu(self.norm2(self.conv2(y)))))
+        return F.relu(y + (x if self.shortcut is None else self.shortcut(x)))
+
+
+class Stem(nn.Module):
+    """Root (stride 4) and stages: (B, 3, height, width) to (B, C, h, w)."""
+
+    def __init__(self, c: StemConfig) -> None:
+        super().__init__()
+        self.root, self.norm = SameConv(c, 3, c.width, 7, stride=2), group_norm(c, c.width)
+        self.stages = nn.ModuleList(nn.Sequential(*(StemUnit(c, *unit) for unit in stage)) for stage in stages(c))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.root(images)))
+        x = F.max_pool2d(same_pad(x, 3, 2), 3, 2)  # zeros are harmless after a ReLU
+        for stage in self.stages:
+            x = stage(x)
+        return x

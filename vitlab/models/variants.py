@@ -1,0 +1,139 @@
+"""The paper's models by name.
+
+size/patch         B/16, L/32, H/14, Ti/8 ...   any size with any patch
+stem+size/patch    R50+B/16, R26+S/32, R+Ti/16  a ResNet stem before it
+RdepthxFactor      R50x1, R152x4                BiT ResNets
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from vitlab.config import (
+    AttentionKind,
+    Gelu,
+    ModelConfig,
+    Placement,
+    Pool,
+    PositionKind,
+    ResNetConfig,
+    Size,
+    StemConfig,
+    UserError,
+    ViTConfig,
+    as_size,
+    from_json,
+    listed,
+)
+from vitlab.models.resnet import ResNet
+from vitlab.models.vit import ViT
+
+#        layers, width, MLP, heads
+SIZES = {
+    "Ti": (12, 192, 768, 3),
+    "S": (12, 384, 1536, 6),
+    "B": (12, 768, 3072, 12),
+    "L": (24, 1024, 4096, 16),
+    "H": (32, 1280, 5120, 16),
+    "g": (40, 1408, 6144, 16),
+}
+STAGES = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3), 200: (3, 24, 36, 3)}
+# Stages of a stem with stride 32; for stride 16 the fourth stage's units move into the third.
+STEMS = {"R": (), "R26": (2, 2, 2, 2), "R50": STAGES[50]}
+ROOT_PATCH = 8  # the stem "R" is a root alone, under 8x8 patches: stride 32, though its public name says /16
+
+LISTED = (
+    *("Ti/16", "S/16", "S/32", "B/16", "B/32", "L/16", "L/32", "H/14", "g/14"),
+    *("R+Ti/16", "R26+S/32", "R50+B/16", "R50+B/32", "R50+L/16", "R50+L/32"),
+    *("R50x1", "R50x2", "R101x1", "R152x1", "R152x2", "R200x3", "R152x4"),
+)
+
+GRAMMAR = "size/patch (B/16), stem+size/patch (R50+B/16) or a ResNet (R50x1)"
+
+Model = ViT | ResNet
+
+
+def create(
+    name: str,
+    *,
+    classes: int = 1000,
+    image_size: int | Size = 224,
+    depth: int | None = None,
+    width: int | None = None,
+    mlp: int | None = None,
+    heads: int | None = None,
+    pool: Pool | None = None,
+    prelogits: int | None = None,
+    positions: PositionKind | None = None,
+    placement: Placement | None = None,
+    attention: AttentionKind | None = None,
+    gelu: Gelu | None = None,
+    norm_eps: float | None = None,
+    dropout: float | None = None,
+    drop_path: float | None = None,
+) -> Model:
+    """A model of the paper with fresh weights.
+
+    >>> create("B/16", classes=10, image_size=384)
+    >>> create("Ti/8", image_size=(64, 96), positions="2d", placement="every", pool="mean")
+    >>> create("R50+B/16")
+    >>> create("R50x1")
+
+    `classes=0` leaves the head out. What is None stays as the variant has it: depth, width, mlp and heads by the
+    size's row in the table, the others by `ViTConfig`'s defaults (class-token pooling, 1-D positions at the stem,
+    full attention, exact GELU, no dropout); axial attention pools by mean.
+    """
+    settings = {key: value for key, value in locals().items() if key != "name"}
+    return build(configure(name, settings))
+
+
+def build(config: ModelConfig) -> Model:
+    """The model a config describes, with fresh weights."""
+    return ViT(config) if isinstance(config, ViTConfig) else ResNet(config)
+
+
+def configure(name: str, settings: Mapping[str, Any]) -> ModelConfig:
+    """The config of a variant with settings of its own; None stands for the variant's value."""
+    given = {key: value for key, value in settings.items() if value is not None}
+    given["image_size"] = as_size(given.get("image_size", 224))
+    if match := re.fullmatch(r"R(\d+)x(\d+)", name):
+        return resnet_config(name, int(match[1]), int(match[2]), given)
+    if match := re.fullmatch(r"(?:(\w+)\+)?([A-Za-z]+)/(\d+)", name):
+        return vit_config(name, match[1], match[2], int(match[3]), given)
+    raise UserError(f"'{name}' is not a model; write {GRAMMAR}, with the sizes {listed(SIZES)}")
+
+
+def resnet_config(name: str, depth: int, factor: int, given: dict[str, Any]) -> ResNetConfig:
+    if depth not in STAGES or factor < 1:
+        raise UserError(f"there is no ResNet '{name}'; the depths are {listed(STAGES)}, as in R50x1")
+    for key in given:
+        if key not in {field.name for field in dataclasses.fields(ResNetConfig)} - {"width"}:
+            raise UserError(f"{name} is a ResNet and has no setting '{key}'")
+    return from_json(ResNetConfig, {"stages": STAGES[depth], "width": 64 * factor, **given})
+
+
+def vit_config(name: str, stem: str | None, size: str, stride: int, given: dict[str, Any]) -> ViTConfig:
+    if size not in SIZES:
+        raise UserError(f"there is no size '{size}' (in '{name}'); the sizes are {listed(SIZES)}")
+    depth, width, mlp, heads = SIZES[size]
+    fields: dict[str, Any] = {"depth": depth, "width": width, "mlp": mlp, "heads": heads}
+    fields["patch"] = stride
+    if stem is not None:
+        fields["stem"], fields["patch"] = stem_config(name, stem, stride)
+    if given.get("attention") == "axial":
+        fields["pool"] = "mean"
+    return from_json(ViTConfig, fields | given)
+
+
+def stem_config(name: str, stem: str, stride: int) -> tuple[StemConfig, int]:
+    """The stem and the patch on its map."""
+    if stem not in STEMS:
+        raise UserError(f"there is no stem '{stem}' (in '{name}'); the stems are {listed(STEMS)}")
+    if stride not in (16, 32):
+        raise UserError(f"hybrids have patches of 16 or 32, not {stride} (in '{name}')")
+    stages = STEMS[stem]
+    if not stages:
+        return StemConfig(()), ROOT_PATCH
+    first, second, third, fourth = stages
+    return StemConfig(stages if stride == 32 else (first, second, third + fourth)), 1
