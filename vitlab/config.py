@@ -301,10 +301,8 @@ def parse_settings(pairs: Iterable[str], hints: Mapping[str, Any]) -> dict[str, 
 def parsed(text: str, hint: Any, name: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        kinds = [a for a in args if a is not type(None)]
-        if text == "none" and Literal not in map(typing.get_origin, kinds):
-            return None
-        return parsed(text, kinds[0], name)
+        is_word = typing.get_origin(args[0]) is Literal  # positions=none is a word, not the lack of one
+        return None if text == "none" and not is_word else parsed(text, args[0], name)
     if origin is tuple:
         parts = text.replace("x", ",").split(",")
         values = [parsed(part, args[0], name) for part in parts]

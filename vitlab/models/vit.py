@@ -99,8 +99,7 @@ class ViT(nn.Module):
         return self
 
     def _initialise(self) -> None:
-        nn.init.xavier_uniform_(self.embed.weight.flatten(1))
-        nn.init.zeros_(self.embed.bias)
+        xavier(self.embed)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 xavier(module)
@@ -115,9 +114,10 @@ class ViT(nn.Module):
             nn.init.zeros_(self.head.weight)
 
 
-def xavier(linear: nn.Linear) -> None:
-    nn.init.xavier_uniform_(linear.weight)
-    nn.init.zeros_(linear.bias)
+def xavier(layer: nn.Linear | nn.Conv2d) -> None:
+    nn.init.xavier_uniform_(layer.weight.flatten(1))  # a patch convolution is a dense layer too
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
 
 
 def make_block(c: ViTConfig, layer: int) -> nn.Module:
