@@ -17,7 +17,10 @@ Placement = Literal["stem", "every", "shared"]
 AttentionKind = Literal["full", "axial"]
 Gelu = Literal["exact", "tanh"]
 Standardize = Literal["sigma", "variance"]
+Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
+Fit = Literal["crop", "stretch"]
 Size = tuple[int, int]
+Colour = tuple[float, float, float]
 
 
 class UserError(ValueError):
@@ -161,6 +164,24 @@ class ResNetConfig:
 
 
 ModelConfig = ViTConfig | ResNetConfig
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """How a photo becomes the model's input; it travels with the weights."""
+
+    mean: Colour = (0.5, 0.5, 0.5)
+    std: Colour = (0.5, 0.5, 0.5)
+    interpolation: Interpolation = "bilinear"
+    fit: Fit = "crop"  # scale to cover and cut the centre, or stretch to the size whatever the shape
+    crop: float = 0.875  # with fit="crop": the share of the scaled image that the centre keeps
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if min(self.std) <= 0:
+            raise UserError(f"std must be positive, not {self.std}")
+        if not 0 < self.crop <= 1:
+            raise UserError(f"crop must be above 0 and at most 1, not {self.crop}")
 
 
 def as_size(size: object) -> Size:
