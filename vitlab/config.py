@@ -78,6 +78,7 @@ class ViTConfig:
             at_least(self, field, 1)
         at_least(self, "classes", 0)
         at_least(self, "prelogits", 0)
+        check_positive(self, "norm_eps")
         check_rate(self, "dropout")
         check_rate(self, "drop_path")
         if self.width % self.heads:
@@ -178,8 +179,7 @@ class Preprocess:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if min(self.std) <= 0:
-            raise UserError(f"std must be positive, not {self.std}")
+        check_positive(self, "std")
         if not 0 < self.crop <= 1:
             raise UserError(f"crop must be above 0 and at most 1, not {self.crop}")
 
@@ -215,6 +215,7 @@ def check_size(size: Size, stride: int) -> None:
 
 
 def check_stages(config: StemConfig | ResNetConfig) -> None:
+    check_positive(config, "norm_eps", "standardize_eps")
     if any(units < 1 for units in config.stages):
         raise UserError(f"every stage needs at least one unit, not {config.stages}")
     if config.width < 1 or config.width % 32:
@@ -225,6 +226,13 @@ def at_least(config: object, field: str, lowest: int) -> None:
     value = getattr(config, field)
     if value < lowest:
         raise UserError(f"{field} must be at least {lowest}, not {value}")
+
+
+def check_positive(config: object, *fields: str) -> None:
+    for field in fields:
+        value = getattr(config, field)
+        if not all(0 < v < float("inf") for v in (value if _is_list(value) else (value,))):
+            raise UserError(f"{field} must be positive, not {value}")
 
 
 def check_rate(config: object, field: str) -> None:
@@ -282,7 +290,14 @@ def _plain(hint: Any) -> str:
 
 def to_json(config: Any) -> dict[str, Any]:
     """Plain dicts and lists; `from_json` is its inverse."""
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
+    data: dict[str, Any] = _lists(dataclasses.asdict(config))
+    return data
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _lists(v) for key, v in value.items()}
+    return [_lists(v) for v in value] if isinstance(value, tuple) else value
 
 
 def from_json(kind: type[T], data: Mapping[str, Any]) -> T:
@@ -327,7 +342,7 @@ def parsed(text: str, hint: Any, name: str) -> Any:
     if origin is tuple:
         parts = text.replace("x", ",").split(",")
         values = [parsed(part, args[0], name) for part in parts]
-        return values * 2 if len(values) == 1 and args[-1] is not Ellipsis else values
+        return values * len(args) if len(values) == 1 and args[-1] is not Ellipsis else values
     try:
         if hint is bool:
             return {"true": True, "false": False}[text.lower()]

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from vitlab.config import Size, UserError
-from vitlab.models.axial import AxialBlock
 from vitlab.models.resnet import ResNet
 from vitlab.models.variants import Model
 from vitlab.models.vit import Attention, ViT, attention_weights
@@ -24,26 +23,34 @@ def attention(model: Model, images: Tensor) -> list[Tensor]:
     if not isinstance(model, ViT):
         raise UserError(f"attention() takes a vitlab model, not {type(model).__name__}")
     layers = [module for module in model.blocks.modules() if isinstance(module, Attention)]
-    caught: dict[nn.Module, Tensor] = {}
-    hooks = [m.register_forward_hook(lambda m, args, _: caught.update({m: args[0]})) for m in layers]
-    training = model.training
-    try:
-        model.eval()
-        model(images)
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
-    maps = [weights(layer, caught[layer]) for layer in layers]
-    if isinstance(model.blocks[0], AxialBlock):
+    inputs = catch_inputs(model, layers, images)
+    maps = [weights(layer, x) for layer, x in zip(layers, inputs, strict=True)]
+    if model.config.attention == "axial":
         maps = [dense(m, model.config.grid, axis=i % 2) for i, m in enumerate(maps)]
     return maps
+
+
+def catch_inputs(model: ViT, layers: list[Attention], images: Tensor) -> list[Tensor]:
+    """What goes into each layer as the model runs; its hooks and modes are left as they were."""
+    caught: dict[nn.Module, Tensor] = {}
+    hooks = [m.register_forward_hook(lambda m, args, _: caught.update({m: args[0]})) for m in layers]
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.compiler.set_stance("force_eager"):  # a compiled part would pass the hooks by
+            model.eval()(images)
+    finally:
+        for module, training in modes:
+            module.training = training
+        for hook in hooks:
+            hook.remove()
+    return [caught[layer] for layer in layers]
 
 
 def weights(layer: Attention, x: Tensor) -> Tensor:
     q, k, _, bias = layer.project(x)
     wide = torch.promote_types(q.dtype, torch.float32)
-    return attention_weights(q.to(wide), k.to(wide), bias)
+    with torch.autocast(x.device.type, enabled=False):
+        return attention_weights(q.to(wide), k.to(wide), None if bias is None else bias.to(wide))
 
 
 def dense(weights: Tensor, grid: Size, axis: int) -> Tensor:

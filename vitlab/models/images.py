@@ -7,6 +7,8 @@ from vitlab.config import Size, UserError
 
 
 def check_images(images: Tensor, size: Size, weight: Tensor) -> None:
+    if not isinstance(images, Tensor):
+        raise UserError(f"images must be a tensor, (batch, 3, height, width), not {type(images).__name__}")
     if images.ndim != 4 or images.shape[1] != 3:
         raise UserError(f"images must be RGB, (batch, 3, height, width), not of shape {tuple(images.shape)}")
     if not images.is_floating_point():
@@ -19,5 +21,6 @@ def check_images(images: Tensor, size: Size, weight: Tensor) -> None:
             f"this model takes images of {size[0]}x{size[1]}, not {h}x{w}; "
             f"call model.resize(({h}, {w})) first, or resize the images"
         )
-    if images.dtype != weight.dtype and not torch.is_autocast_enabled(images.device.type):
+    cast = torch.is_autocast_enabled(images.device.type) and images.dtype != torch.float64  # doubles are never cast
+    if images.dtype != weight.dtype and not cast:
         raise UserError(f"the images are {images.dtype} and the model is {weight.dtype}; convert one of them")

@@ -16,20 +16,28 @@ Resample = Literal["bilinear", "bicubic"]
 INIT = 0.02
 
 
+def check_mode(mode: str) -> None:
+    if mode not in ("bilinear", "bicubic"):
+        raise UserError(f"positions are resampled 'bilinear' or 'bicubic', not '{mode}'")
+
+
 def resample(grid: Tensor, size: Size, mode: Resample = "bilinear") -> Tensor:
     """Stretch a table on a grid, (..., h, w, D), to another size.
 
     Bilinear aligns corners and does not antialias, as the authors' zoom does; bicubic aligns pixel edges, as
     other public code does.
     """
-    if mode not in ("bilinear", "bicubic"):
-        raise UserError(f"positions are resampled 'bilinear' or 'bicubic', not '{mode}'")
     if tuple(grid.shape[-3:-1]) == tuple(size):
         return grid
     lead, (h, w, d) = grid.shape[:-3], grid.shape[-3:]
     flat = grid.detach().reshape(-1, h, w, d).permute(0, 3, 1, 2)  # (T, D, h, w)
     new = F.interpolate(flat, size, mode=mode, align_corners=mode == "bilinear")
     return new.permute(0, 2, 3, 1).reshape(*lead, *size, d).contiguous()
+
+
+def renewed(old: nn.Parameter, new: Tensor) -> nn.Parameter:
+    """A parameter of another shape in place of one; a frozen one stays frozen."""
+    return nn.Parameter(new.detach(), requires_grad=old.requires_grad)
 
 
 def sinusoids(length: int, width: int) -> Tensor:
@@ -61,7 +69,7 @@ class Table(nn.Module):
         lead, rows = self.table[:, : self.token], self.table[:, self.token :]
         rows = rows.reshape(rows.shape[0], *self.grid, -1)
         new = torch.cat([lead, resample(rows, grid, mode).flatten(1, 2)], 1).detach()
-        self.table = nn.Parameter(new) if isinstance(self.table, nn.Parameter) else new
+        self.table = renewed(self.table, new) if isinstance(self.table, nn.Parameter) else new
         self.grid = grid
 
 
@@ -86,8 +94,8 @@ class Axes(nn.Module):
 
     def resize(self, grid: Size, mode: Resample) -> None:
         h, w = grid
-        self.rows = nn.Parameter(resample(self.rows[:, :, None], (h, 1), mode)[:, :, 0].detach())
-        self.columns = nn.Parameter(resample(self.columns[:, None], (1, w), mode)[:, 0].detach())
+        self.rows = renewed(self.rows, resample(self.rows[:, :, None], (h, 1), mode)[:, :, 0])
+        self.columns = renewed(self.columns, resample(self.columns[:, None], (1, w), mode)[:, 0])
 
 
 class Relative(nn.Module):
@@ -117,7 +125,7 @@ class Relative(nn.Module):
 
     def resize(self, grid: Size, mode: Resample) -> None:
         h, w = grid
-        self.offsets = nn.Parameter(resample(self.offsets, (2 * h - 1, 2 * w - 1), mode).detach())
+        self.offsets = renewed(self.offsets, resample(self.offsets, (2 * h - 1, 2 * w - 1), mode))
         self.index = offset_index(grid, len(self.token) > 0).to(self.offsets.device)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vitlab.config import ResNetConfig, Size, StemConfig, as_size
 from vitlab.models.images import check_images
-from vitlab.models.positions import Resample
+from vitlab.models.positions import Resample, check_mode
 
 GROUPS = 32
 
@@ -125,6 +125,7 @@ class ResNet(nn.Module):
 
     def resize(self, image_size: int | Size, mode: Resample = "bilinear") -> Self:
         """Take images of another size, in place; convolutions have no positions, so no weight changes."""
+        check_mode(mode)
         self.config = dataclasses.replace(self.config, image_size=as_size(image_size))
         return self
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vitlab.config import Size, ViTConfig, as_size
 from vitlab.models.axial import AxialBlock
 from vitlab.models.images import check_images
-from vitlab.models.positions import Relative, Resample, make_positions
+from vitlab.models.positions import Relative, Resample, check_mode, make_positions
 from vitlab.models.resnet import Stem
 
 
@@ -66,7 +66,7 @@ class ViT(nn.Module):
     def encode(self, x: Tensor) -> Tensor:
         """Steps 3 and 4, on patch embeddings, and the final norm."""
         if self.token is not None:
-            x = torch.cat([self.token.to(x.dtype).expand(len(x), -1, -1), x], 1)
+            x = torch.cat([self.token.to(x.dtype).expand(x.shape[0], -1, -1), x], 1)
         if self.positions is not None:
             x = x + self.positions(0)
         x = self.dropout(x)
@@ -89,6 +89,7 @@ class ViT(nn.Module):
 
         Learned tables become new parameters: resize before making an optimiser.
         """
+        check_mode(mode)
         config = dataclasses.replace(self.config, image_size=as_size(image_size))
         for module in self.modules():
             if module is self.positions or isinstance(module, Relative):
@@ -197,7 +198,7 @@ class DropPath(nn.Module):
         if not self.training or self.rate == 0:
             return x
         keep = 1 - self.rate
-        mask = x.new_empty((len(x),) + (1,) * (x.ndim - 1)).bernoulli_(keep)
+        mask = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(keep)
         return x * mask / keep
 
 
@@ -217,7 +218,7 @@ class AttentionPool(nn.Module):
         self.mlp = MLP(c)
 
     def forward(self, x: Tensor) -> Tensor:
-        probe = self.probe.expand(len(x), -1, -1)
+        probe = self.probe.expand(x.shape[0], -1, -1)
         q, k, v = (self.split(y) for y in (self.q(probe), self.k(x), self.v(x)))
         y = F.scaled_dot_product_attention(q, k, v)  # (B, H, 1, K)
         z = self.out(y.transpose(1, 2).reshape(probe.shape))  # (B, 1, D)

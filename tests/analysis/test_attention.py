@@ -1,0 +1,231 @@
+"""Attention weights against what the blocks do and against a computation of their own in float64."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vitlab
+from vitlab.config import ResNetConfig, StemConfig, UserError, ViTConfig
+from vitlab.models.vit import Attention
+
+Fill = Callable[..., Any]
+
+
+def small(**settings: Any) -> ViTConfig:
+    base: dict[str, Any] = {"image_size": (12, 20), "patch": 4, "depth": 2, "width": 12, "mlp": 20, "heads": 3}
+    return ViTConfig(**(base | {"classes": 5, "dropout": 0.2, "drop_path": 0.2} | settings))
+
+
+CONFIGS = {
+    "plain": small(),
+    "mean": small(pool="mean", positions="2d"),
+    "attention pool": small(pool="attention", image_size=(20, 12)),
+    "relative": small(positions="relative"),
+    "relative, no token": small(positions="relative", pool="mean"),
+    "axial": small(attention="axial", pool="mean"),
+    "axial, tall": small(attention="axial", pool="attention", image_size=(20, 12)),
+    "axial, one row": small(attention="axial", pool="mean", image_size=(4, 20)),
+    "hybrid": small(stem=StemConfig((), 32), patch=1),
+    "one patch": small(image_size=(4, 4), pool="mean"),
+}
+each = pytest.mark.parametrize("name", CONFIGS)
+
+
+def prepared(name: str, randomise: Fill) -> tuple[Any, Tensor]:
+    model = randomise(vitlab.build(CONFIGS[name])).double()
+    return model, torch.randn(2, 3, *model.config.image_size, dtype=torch.float64)
+
+
+def watched(model: Any, images: Tensor) -> list[tuple[Attention, np.ndarray, np.ndarray]]:
+    """Per attention layer its module, input and output, both (B, N, D) in raster order."""
+    seen: list[tuple[Attention, np.ndarray, np.ndarray]] = []
+    layers = [m for m in model.modules() if isinstance(m, Attention)]
+
+    def flat(x: Tensor) -> np.ndarray:
+        if x.ndim == 4:  # an axial block: columns come as (B, w, h, D)
+            x = x.transpose(1, 2) if len(seen) % 2 else x
+            x = x.flatten(1, 2)
+        return x.detach().numpy().copy()
+
+    def catch(m: Any, inputs: tuple[Tensor], y: Tensor) -> None:
+        seen.append((m, flat(inputs[0]), flat(y)))
+
+    hooks = [layer.register_forward_hook(catch) for layer in layers]
+    with torch.no_grad():
+        copy.copy(model).eval()(images)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def numbers(layer: nn.Linear) -> tuple[np.ndarray, np.ndarray]:
+    return layer.weight.detach().numpy(), layer.bias.detach().numpy()
+
+
+@each
+def test_shapes_and_sums(name: str, randomise: Fill) -> None:
+    model, images = prepared(name, randomise)
+    c = model.config
+    maps = vitlab.attention(model, images)
+    assert len(maps) == (2 * c.depth if c.attention == "axial" else c.depth)
+    cells = c.grid[0] * c.grid[1] + (c.pool == "token")  # the class token has a row and a column
+    for one in maps:
+        assert one.shape == (2, c.heads, cells, cells)
+        assert not one.requires_grad
+        assert (one >= 0).all()
+        torch.testing.assert_close(one.sum(-1), torch.ones_like(one[..., 0]), rtol=0, atol=1e-12)
+
+
+@each
+def test_times_the_values_is_the_output(name: str, randomise: Fill) -> None:
+    model, images = prepared(name, randomise)
+    model.eval()
+    c, maps = model.config, vitlab.attention(model, images)
+    layers = watched(model, images)
+    assert len(layers) == len(maps)
+    k = c.width // c.heads
+    for (layer, x, y), weights in zip(layers, maps, strict=True):
+        matrix, shift = (part[-c.width :] for part in numbers(layer.qkv))  # the last third makes the values
+        out, bias = numbers(layer.out)
+        for image in range(2):
+            values = x[image] @ matrix.T + shift
+            heads = [weights[image, h].numpy() @ values[:, h * k : (h + 1) * k] for h in range(c.heads)]
+            np.testing.assert_allclose(np.concatenate(heads, 1) @ out.T + bias, y[image], rtol=1e-10, atol=1e-11)
+
+
+def offset(layer: Attention, c: ViTConfig, i: int, j: int) -> np.ndarray | float:
+    """The embedding of key j's place seen from query i."""
+    if layer.relative is None:
+        return 0.0
+    offsets, token = layer.relative.offsets.detach().numpy(), layer.relative.token.detach().numpy()
+    if c.token and 0 in (i, j):
+        return token[0 if i == j else 1 if i == 0 else 2]
+    (yi, xi), (yj, xj) = divmod(i - c.token, c.grid[1]), divmod(j - c.token, c.grid[1])
+    return offsets[yi - yj + c.grid[0] - 1, xi - xj + c.grid[1] - 1]
+
+
+def looks(c: ViTConfig, layer: int, i: int, j: int) -> bool:
+    """Whether query i may look at key j: along rows in even layers of an axial model, along columns in odd ones."""
+    (yi, xi), (yj, xj) = divmod(i, c.grid[1]), divmod(j, c.grid[1])
+    return c.attention == "full" or (xi == xj if layer % 2 else yi == yj)
+
+
+@each
+def test_values(name: str, randomise: Fill) -> None:
+    """exp(q k / sqrt(K)) over its sum, one query at a time."""
+    model, images = prepared(name, randomise)
+    model.eval()
+    c, maps = model.config, vitlab.attention(model, images)
+    k = c.width // c.heads
+    for number, (layer, x, _) in enumerate(watched(model, images)):
+        matrix, shift = numbers(layer.qkv)
+        qkv = x[1] @ matrix.T + shift
+        q, keys = qkv[:, : c.width], qkv[:, c.width : 2 * c.width]
+        for head in range(c.heads):
+            part = slice(head * k, (head + 1) * k)
+            for i in range(len(q)):
+                powers = np.zeros(len(q))
+                for j in range(len(q)):
+                    if looks(c, number, i, j):
+                        powers[j] = np.exp(q[i, part] @ (keys[j] + offset(layer, c, i, j))[part] / k**0.5)
+                got = maps[number][1, head, i].numpy()
+                np.testing.assert_allclose(got, powers / powers.sum(), rtol=1e-10, atol=1e-14)
+
+
+@each
+@pytest.mark.parametrize("training", [True, False])
+def test_leaves_the_model_as_it_was(name: str, training: bool, randomise: Fill) -> None:
+    model, images = prepared(name, randomise)
+    model.train(training)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    first, again = vitlab.attention(model, images), vitlab.attention(model, images)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))  # no dropout, even while training
+    assert all(module.training == training for module in model.modules())
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_leaves_each_part_in_its_mode(training: bool, randomise: Fill) -> None:
+    """One part frozen while the rest trains, or the other way round."""
+    model, images = prepared("hybrid", randomise)
+    model.train(training)
+    model.stem.train(not training)
+    modes = [module.training for module in model.modules()]
+    vitlab.attention(model, images)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_a_failure_leaves_no_hooks(randomise: Fill) -> None:
+    model, images = prepared("plain", randomise)
+    with pytest.raises(UserError, match="resize"):
+        vitlab.attention(model, images[..., :8])
+    assert model.training
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def compiled_outside(model: Any) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def compiled_in_place(model: Any) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+def compiled_by_block(model: Any) -> Any:
+    for block in model.blocks:
+        block.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("how", [compiled_outside, compiled_in_place, compiled_by_block])
+@pytest.mark.parametrize("name", ["plain", "axial"])
+def test_compiled_models(name: str, how: Callable[[Any], Any], randomise: Fill) -> None:
+    torch._dynamo.reset()
+    model, images = prepared(name, randomise)
+    model.eval()
+    expected, logits = vitlab.attention(model, images), model(images)
+    compiled = how(copy.deepcopy(model))
+    for _ in range(2):
+        with torch.no_grad():  # as attention() runs it, so that the graph made here is found again there
+            torch.testing.assert_close(compiled(images), logits)
+        for got, one in zip(vitlab.attention(compiled, images), expected, strict=True):
+            torch.testing.assert_close(got, one)
+
+
+@pytest.mark.parametrize("name", ["plain", "relative", "axial"])
+@pytest.mark.parametrize("way", ["weights", "autocast"])
+def test_low_precision(name: str, way: str, randomise: Fill) -> None:
+    """Weights come in float32 at least, and their rows still sum to 1."""
+    model, images = prepared(name, randomise)
+    expected = vitlab.attention(model, images)
+    kept = torch.bfloat16 if way == "weights" else torch.float32
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+        maps = vitlab.attention(model.to(kept), images.to(kept))
+    for got, one in zip(maps, expected, strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.sum(-1), torch.ones_like(got[..., 0]), rtol=0, atol=1e-5)
+        assert (got - one).abs().max() < 0.1
+
+
+def test_after_resize(randomise: Fill) -> None:
+    for name in ("relative", "axial"):
+        model, _ = prepared(name, randomise)
+        model.resize((8, 16))
+        maps = vitlab.attention(model, torch.randn(1, 3, 8, 16, dtype=torch.float64))
+        assert {one.shape[-1] for one in maps} == {8 + model.config.token}
+
+
+def test_not_for_these() -> None:
+    resnet = vitlab.build(ResNetConfig((32, 32), (1,), width=32))
+    with pytest.raises(UserError, match="ResNet and has no attention"):
+        vitlab.attention(resnet, torch.zeros(1, 3, 32, 32))
+    with pytest.raises(UserError, match="vitlab model, not Linear"):
+        vitlab.attention(nn.Linear(2, 2), torch.zeros(1, 2))
