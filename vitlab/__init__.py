@@ -7,6 +7,8 @@
 Names are imported when first used, so that `vitlab --help` does not wait for torch.
 """
 
+import logging
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +17,20 @@ from vitlab.config import UserError
 if TYPE_CHECKING:
     from vitlab.analysis.attention import attention
     from vitlab.models.variants import build, create
+    from vitlab.weights.convert import convert
+    from vitlab.weights.load import load
+    from vitlab.weights.store import save
 
 __version__ = "0.1.0"
-__all__ = ["UserError", "attention", "build", "create"]
+__all__ = ["UserError", "attention", "build", "convert", "create", "load", "save"]
 
 _HOMES = {
     "attention": "vitlab.analysis.attention",
     "build": "vitlab.models.variants",
+    "convert": "vitlab.weights.convert",
     "create": "vitlab.models.variants",
+    "load": "vitlab.weights.load",
+    "save": "vitlab.weights.store",
 }
 
 
@@ -34,3 +42,18 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES])
+
+
+class _Say(logging.Handler):
+    """Says on stderr what a user should know, such as a default that stood in for what a file does not tell.
+
+    A program that sets up logging of its own gets the records there instead.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            print(record.getMessage(), file=sys.stderr)
+
+
+logging.getLogger("vitlab").setLevel(logging.INFO)
+logging.getLogger("vitlab").addHandler(_Say())

@@ -82,7 +82,7 @@ class ViTConfig:
         check_rate(self, "dropout")
         check_rate(self, "drop_path")
         if self.width % self.heads:
-            fit = [h for h in range(1, self.width + 1) if self.width % h == 0]
+            fit = [h for h in range(1, min(self.width, 1024) + 1) if self.width % h == 0]
             near = sorted(sorted(fit, key=lambda h: abs(h - self.heads))[:3])
             raise UserError(f"{self.heads} heads do not divide the width {self.width}; {listed(near)} would")
         check_size(self.image_size, self.stride)

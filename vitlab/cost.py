@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,7 +23,7 @@ IMAGES_OF_JFT = 303_000_000
 
 @dataclass(frozen=True)
 class Cost:
-    """Per image: forward operations, bytes kept for the backward pass in bf16 mixed precision; and the model's size."""
+    """Per image: forward operations, bytes a GPU keeps for the backward pass in mixed bf16; and the model's size."""
 
     parameters: int
     length: int
@@ -52,6 +52,9 @@ def cost(make: Callable[[], Model]) -> Cost:
     counter = FlopCounterMode(display=False, custom_mapping={flash: _attention_flops})
     with FakeTensorMode():
         model = make()
+        for module in model.modules():
+            if isinstance(module, nn.GroupNorm):  # a GPU's autocast computes these in float32, a CPU's does not
+                module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
         with counter:
             one = _kept_bytes(model, batch=1)
         return Cost(

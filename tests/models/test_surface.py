@@ -350,3 +350,15 @@ def test_impossible_resize_changes_nothing(name: str) -> None:
             model.resize((32, 40))
     assert model.config == CONFIGS[name]
     model(images_for(model))
+
+
+def test_images_on_another_device() -> None:
+    model = vitlab.create("Ti/16", image_size=16, depth=1)
+    with pytest.raises(vitlab.UserError, match="images are on meta and the model is on cpu"):
+        model(torch.empty(1, 3, 16, 16, device="meta"))
+
+
+def test_resizing_to_the_same_size_keeps_the_parameters() -> None:
+    model = vitlab.create("Ti/16", image_size=16, depth=1)
+    before = list(model.parameters())
+    assert all(a is b for a, b in zip(before, model.resize(16).parameters(), strict=True))

@@ -21,6 +21,8 @@ def check_images(images: Tensor, size: Size, weight: Tensor) -> None:
             f"this model takes images of {size[0]}x{size[1]}, not {h}x{w}; "
             f"call model.resize(({h}, {w})) first, or resize the images"
         )
+    if images.device != weight.device:
+        raise UserError(f"the images are on {images.device} and the model is on {weight.device}; move one of them")
     cast = torch.is_autocast_enabled(images.device.type) and images.dtype != torch.float64  # doubles are never cast
     if images.dtype != weight.dtype and not cast:
         raise UserError(f"the images are {images.dtype} and the model is {weight.dtype}; convert one of them")

@@ -91,6 +91,8 @@ class ViT(nn.Module):
         """
         check_mode(mode)
         config = dataclasses.replace(self.config, image_size=as_size(image_size))
+        if config == self.config:
+            return self  # the same parameters, so that an optimiser keeps them
         for module in self.modules():
             if module is self.positions or isinstance(module, Relative):
                 module.resize(config.grid, mode)

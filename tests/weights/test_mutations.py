@@ -1,0 +1,176 @@
+"""Real files of every kind, damaged at random: each loads as what its bytes still say, or is refused cleanly."""
+
+import io
+import json
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import authors
+import numpy as np
+import pytest
+import torch
+from peers import randomise
+from safetensors.torch import load, save_file
+from torch import Tensor
+from transformers import ViTConfig, ViTForImageClassification
+
+import vitlab
+from vitlab.config import UserError
+from vitlab.weights import convert, save
+
+CASES = 60  # of each kind
+TINY = vitlab.config.ViTConfig((16, 16), patch=8, depth=1, width=32, mlp=40, heads=2, classes=3)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small checkpoint of each kind; where there is a config, the file that is damaged is named by the key."""
+    folder = tmp_path_factory.mktemp("sources")
+    ours = randomise(vitlab.build(TINY))
+    save(ours, folder / "ours")
+    for name in ("theirs.safetensors", "theirs"):
+        convert(folder / "ours", folder / name, "timm")
+    tensors = load((folder / "theirs.safetensors").read_bytes())
+    torch.save(tensors, folder / "new.pth")
+    torch.save({"state_dict": tensors}, folder / "old.pth", _use_new_zipfile_serialization=False)
+    drawn = authors.vit(8, 2, 32, 40, 2, 1, 3)
+    arrays = {key: array.astype("f4") for key, array in drawn.w.items()}
+    np.savez(folder / "theirs.npz", **arrays)
+    np.savez_compressed(folder / "packed.npz", **arrays)
+    config = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=40)
+    config.image_size, config.patch_size, config.num_labels = 16, 8, 3
+    randomise(ViTForImageClassification(config)).save_pretrained(folder / "hub")
+    return {
+        "safetensors": folder / "theirs.safetensors",
+        "pth": folder / "new.pth",
+        "old pth": folder / "old.pth",
+        "npz": folder / "theirs.npz",
+        "packed npz": folder / "packed.npz",
+        "our weights": folder / "ours" / "model.safetensors",
+        "our config": folder / "ours" / "config.json",
+        "hub weights": folder / "hub" / "model.safetensors",
+        "hub config": folder / "hub" / "config.json",
+        "timm config": folder / "theirs" / "config.json",
+    }
+
+
+KINDS = ["safetensors", "pth", "old pth", "npz", "packed npz", "our weights", "hub weights"]
+CONFIGS = ["our config", "hub config", "timm config"]
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """One of the ways files break; half of the time near the start or the end, where the claims are."""
+    size = len(data)
+    near = rng.choice((min(400, size), size))
+    place = rng.randrange(near) if rng.random() < 0.7 else size - 1 - rng.randrange(near)
+    length = rng.choice((1, 1, 1, 4, 8, 100))
+    kind = rng.randrange(6)
+    if kind == 0:
+        return data[:place]
+    if kind == 1:
+        return data[:place] + data[place + length :]
+    if kind == 2:
+        return data[:place] + rng.randbytes(length) + data[place:]
+    if kind == 3:
+        return data[:place] + data[place : place + length] * 2 + data[place + length :]
+    if kind == 4:
+        return data[:place] + b"\xff" * length + data[place + length :]
+    return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
+
+
+def attempt(path: Path) -> Any:
+    """The model, or None after a clean refusal."""
+    try:
+        return vitlab.load(path, heads=2)
+    except UserError as error:
+        said = str(error)
+    assert "\n" not in said
+    assert len(said) < 5000
+    return None
+
+
+def bits(tensors: dict[str, Tensor]) -> list[bytes]:
+    return sorted(x.detach().contiguous().view(torch.uint8).numpy().tobytes() for x in tensors.values())
+
+
+def still_said(kind: str, data: bytes) -> list[bytes]:
+    """The tensors in a damaged file, as the library that owns the format reads them."""
+    if kind == "safetensors":
+        return bits(load(data))
+    if "pth" in kind:
+        read = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return bits(read.get("state_dict", read))
+    raise AssertionError("the others have checksums")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_weights(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    original = sources[kind].read_bytes()
+    whole = attempt(sources[kind] if kind in KINDS[:5] else sources[kind].parent)
+    assert whole is not None
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for file in sources[kind].parent.glob("*.json"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    for seed in range(CASES):
+        data = damaged(original, random.Random(f"{kind} {seed}"))
+        file = folder / sources[kind].name
+        file.write_bytes(data)
+        model = attempt(file if kind in KINDS[:5] else folder)
+        if model is None or data == original:
+            continue
+        if kind in ("safetensors", "pth", "old pth"):
+            assert bits(model.state_dict()) == still_said(kind, data)
+        elif kind == "hub weights":  # no checksum, and names that our tensors are made of
+            assert model.config == whole.config
+        else:  # npz members and our own weights carry checksums: what loads is what was saved
+            assert bits(model.state_dict()) == bits(whole.state_dict())
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_damaged_configs(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    """Bytes and values at random: nothing but a refusal, or the same tensors."""
+    source = sources[kind]
+    whole = attempt(source.parent)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for file in source.parent.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    for seed in range(CASES):
+        rng = random.Random(f"{kind} {seed}")
+        text = source.read_bytes()
+        changed = damaged(text, rng) if seed % 3 == 0 else json.dumps(other(json.loads(text), rng)).encode()
+        (folder / source.name).write_bytes(changed)
+        model = attempt(folder)
+        if model is not None:
+            assert bits(model.state_dict()) == bits(whole.state_dict())
+
+
+def other(data: Any, rng: random.Random) -> Any:
+    """The same JSON with one value, at any depth, of another kind or size."""
+    if isinstance(data, dict) and data and rng.random() < 0.9:
+        key = rng.choice(list(data))
+        return {**data, key: other(data[key], rng)}
+    if isinstance(data, list) and data and rng.random() < 0.7:
+        place = rng.randrange(len(data))
+        return [*data[:place], other(data[place], rng), *data[place + 1 :]]
+    return rng.choice(
+        (None, True, 0, -1, 3, 10**9, 10**30, 0.5, -1e300, "", "gelu", "x" * 50, [], [1, 2], {}, {"a": 1}, [[]], "../x")
+    )
+
+
+def test_the_archives_here_do_carry_checksums(sources: dict[str, Path]) -> None:
+    for kind in ("npz", "packed npz"):
+        assert all(info.CRC for info in zipfile.ZipFile(sources[kind]).infolist())
+
+
+def test_an_unknown_tensor_is_named(sources: dict[str, Path], tmp_path: Path) -> None:
+    tensors = load(sources["safetensors"].read_bytes())
+    tensors["blocks.0.attn.q_norm.weight"] = torch.ones(3)
+    del tensors["norm.bias"]
+    tensors["head.bias"] = torch.ones(4)
+    save_file(tensors, tmp_path / "odd.safetensors")
+    with pytest.raises(UserError, match=r"q_norm\.weight' does not belong; 'norm\.bias' is missing; 'head\.bias' has"):
+        vitlab.load(tmp_path / "odd.safetensors", heads=2)

@@ -1,0 +1,201 @@
+"""timm's models here and ours there: the same logits, the same bits."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from peers import agree, empty, images, randomise
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import vitlab
+from vitlab.config import Preprocess, ResNetConfig, StemConfig, UserError, ViTConfig
+from vitlab.models.variants import build
+from vitlab.weights import convert, load, preprocess_of, save
+from vitlab.weights.assemble import blank
+from vitlab.weights.files import Tensors
+from vitlab.weights.reading import Source, Traits
+from vitlab.weights.store import labels_of
+from vitlab.weights.table import check
+from vitlab.weights.timm import fits, read
+
+SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2, "img_size": 64, "num_classes": 11}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("vit_tiny_patch16_224", {}),
+    ("vit_small_patch32_224", {}),
+    ("vit_base_patch16_224", {"img_size": 64}),
+    ("vit_base_patch32_224", {}),
+    ("vit_base_patch16_224", {**SMALL, "num_heads": 1, "mlp_ratio": 2.3, "patch_size": 8}),
+    ("vit_base_patch16_224", {**SMALL, "embed_dim": 128, "num_classes": 0}),
+    ("vit_base_patch16_gap_224", {**SMALL, "num_heads": 1}),
+    ("vit_base_patch16_siglip_224", {**SMALL, "num_heads": 1}),
+    ("vit_tiny_r_s16_p8_224", {"depth": 2}),
+    ("vit_small_r26_s32_224", {}),
+    ("vit_base_r50_s16_224", {"depth": 2, "img_size": 64}),
+    ("resnetv2_50x1_bit", {"num_classes": 11}),
+]
+
+
+def peer(name: str, **args: Any) -> nn.Module:
+    return empty(lambda: timm.create_model(name, **args))
+
+
+TYPES = [torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_theirs_here(name: str, args: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs = randomise(peer(name, **args), dtype)
+    save_file(theirs.state_dict(), tmp_path / "theirs.safetensors")
+    ours = load(tmp_path / "theirs.safetensors", image_size=64 if name.startswith("resnet") else None)
+    x = images(ours.config.image_size, dtype)
+    with torch.no_grad():
+        agree(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize(("name", "args"), CASES[4:])
+def test_there_and_back_is_bit_identical(name: str, args: dict[str, Any], tmp_path: Path) -> None:
+    theirs = randomise(peer(name, **args)).state_dict()
+    torch.save(theirs, tmp_path / "theirs.pth")
+    heads = {"heads": args["num_heads"]} if "num_heads" in args else {}
+    convert(tmp_path / "theirs.pth", tmp_path / "ours", "vitlab", **heads)
+    convert(tmp_path / "ours", tmp_path / "back.safetensors", "timm")
+    back = load_file(tmp_path / "back.safetensors")
+    assert back.keys() == theirs.keys()
+    assert all(torch.equal(back[key], theirs[key]) for key in theirs)
+
+
+VIT = ViTConfig(image_size=(48, 32), patch=8, depth=2, width=96, mlp=200, heads=3, classes=7)
+STEM = StemConfig((2, 2, 2, 2), standardize="variance", standardize_eps=1e-8, norm_eps=1e-5)
+OURS = {
+    "odd size": VIT,
+    "no head": dataclasses.replace(VIT, classes=0),
+    "tanh": dataclasses.replace(VIT, gelu="tanh", heads=8),
+    "mean": dataclasses.replace(VIT, pool="mean"),
+    "attention": dataclasses.replace(VIT, pool="attention"),
+    "no positions": dataclasses.replace(VIT, positions="none"),
+    "stem": dataclasses.replace(VIT, stem=STEM, patch=1, image_size=(64, 96)),
+    "root": dataclasses.replace(VIT, stem=dataclasses.replace(STEM, stages=()), patch=4),
+    "bit": ResNetConfig((64, 64), (3, 4, 6, 3), classes=7, standardize_eps=1e-8),
+}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("config", OURS.values(), ids=OURS.keys())
+def test_ours_there(config: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    """A folder of ours builds in timm by itself, and comes back as it was."""
+    ours = randomise(build(config), dtype)
+    save(ours, tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "timm", "timm")
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).to(dtype)
+    weights = load_file(tmp_path / "timm" / "model.safetensors")
+    theirs.load_state_dict(weights, strict=True)  # pretrained=True fills in float32
+    x = images(config.image_size, dtype)
+    with torch.no_grad():
+        agree(theirs.eval()(x), ours(x))
+    assert load(tmp_path / "timm").config == config
+
+
+def test_a_folder_from_timm(tmp_path: Path) -> None:
+    """What timm itself writes for the hub: preprocessing, class names and odd settings come along."""
+    theirs = randomise(peer("vit_base_patch32_siglip_256", depth=2, num_classes=3))
+    labels = ["cat", "dog", "eel"]
+    theirs.pretrained_cfg |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6), "crop_mode": "squash"}
+    args = {"depth": 2}
+    config = {"num_classes": 3, "label_names": labels}
+    timm.models.save_for_hf(theirs, tmp_path, model_config=config, model_args=args, safe_serialization=True)
+    ours = load(tmp_path)
+    assert labels_of(ours) == ("cat", "dog", "eel")
+    assert preprocess_of(ours) == Preprocess((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", "stretch", 0.9)
+    x = images(256)
+    with torch.no_grad():
+        agree(ours(x), theirs(x))  # this architecture has the tanh GELU, which only its name tells
+
+
+def maths_fit(name: str) -> bool:
+    """Whether an architecture loads; then heads, GELU and epsilons, told by its name alone, must be timm's own."""
+    with torch.device("meta"):
+        theirs = timm.create_model(name)
+    shapes = {key: tuple(x.shape) for key, x in theirs.state_dict().items()}
+    cfg = {"pretrained_cfg": {"input_size": list(theirs.pretrained_cfg["input_size"])}}
+    source = Source(name, Tensors(Path(name), shapes, torch.zeros), {"architecture": name, **cfg}, {})
+    if not fits(source):
+        return False
+    try:
+        reading = read(source, Traits(), None)
+        check(reading.table, blank(reading.config).state_dict(), source.tensors)
+    except UserError:
+        return False
+    config = reading.config
+    if isinstance(config, ResNetConfig):
+        assert {m.eps for m in theirs.modules() if isinstance(m, nn.GroupNorm)} == {config.norm_eps}
+        return True
+    assert config.heads == theirs.blocks[0].attn.num_heads, name
+    assert {m.eps for m in theirs.modules() if isinstance(m, nn.LayerNorm)} == {config.norm_eps}, name
+    z = torch.linspace(-3, 3, 7)
+    assert torch.equal(theirs.blocks[0].mlp.act(z), nn.GELU("tanh" if config.gelu == "tanh" else "none")(z)), name
+    return True
+
+
+TOLD_BY_NAME = ("test_vit", "vit_base_patch16_gap_224", "vit_base_patch32_siglip_256", "vit_huge_patch14_224")
+
+
+@pytest.mark.parametrize("name", TOLD_BY_NAME)
+def test_what_only_the_name_tells(name: str) -> None:
+    assert maths_fit(name)
+
+
+@pytest.mark.slow
+def test_every_architecture_loads_with_its_maths_or_not_at_all() -> None:
+    names = timm.list_models(["vit_*", "deit*", "resnetv2_*", "flexivit*", "test_vit*"])
+    assert sum(maths_fit(name) for name in names) > 70
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("deit3_small_patch16_224", "ls1.gamma"),
+        ("vit_small_patch14_reg4_dinov2", "reg_token"),
+        ("deit_tiny_distilled_patch16_224", "dist_token"),
+        ("vit_base_patch16_clip_224", "norm_pre.weight"),
+        ("vit_base_patch16_224_miil", "attn.qkv.bias"),
+        ("vit_relpos_small_patch16_224", "rel_pos"),
+        ("vit_small_resnet26d_224", "patch_embed.backbone"),
+        ("resnetv2_50", "running_mean"),
+        ("eva_large_patch14_196", "fc_norm.weight"),
+    ],
+)
+def test_other_architectures_are_refused_by_name(name: str, part: str, tmp_path: Path) -> None:
+    theirs = peer(name, **({} if name.startswith("resnet") else {"depth": 1}))
+    save_file(theirs.state_dict(), tmp_path / "theirs.safetensors")
+    with pytest.raises(UserError, match=part):
+        load(tmp_path / "theirs.safetensors")
+
+
+def test_older_files_have_pre_logits(tmp_path: Path) -> None:
+    theirs = randomise(peer("vit_base_patch16_224", **SMALL))
+    layer = randomise(nn.Linear(64, 64))
+    extra = {f"pre_logits.fc.{key}": x for key, x in layer.state_dict().items()}
+    save_file(theirs.state_dict() | extra, tmp_path / "old.safetensors")
+    ours = load(tmp_path / "old.safetensors", heads=2)
+    x = images(64)
+    with torch.no_grad():
+        agree(ours(x), theirs.head(torch.tanh(layer(theirs.forward_head(theirs.forward_features(x), pre_logits=True)))))
+    with pytest.raises(UserError, match="pre-logits"):
+        convert(tmp_path / "old.safetensors", tmp_path / "new.safetensors", "timm")
+
+
+def test_a_config_that_says_other_maths_is_refused(tmp_path: Path) -> None:
+    save(vitlab.create("Ti/16", image_size=32, classes=3), tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "timm", "timm")
+    file = tmp_path / "timm" / "config.json"
+    good = json.loads(file.read_text())
+    for key, value in {"act_layer": "silu", "qk_scale": 0.1, "global_pool": "avg", "num_heads": "three"}.items():
+        file.write_text(json.dumps({**good, "model_args": {**good["model_args"], key: value}}))
+        with pytest.raises(UserError, match=str(value)):
+            load(tmp_path / "timm")

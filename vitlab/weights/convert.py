@@ -1,0 +1,47 @@
+"""`vitlab convert`: a checkpoint of any format as one of another, tensor for tensor, in the precision it has."""
+
+import os
+from pathlib import Path
+
+from vitlab.config import Gelu, Size, Standardize, UserError, as_size, listed
+from vitlab.weights.load import FORMATS, read_checkpoint
+from vitlab.weights.reading import Traits
+from vitlab.weights.store import whole
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    *,
+    format: str | None = None,
+    image_size: int | Size | None = None,
+    heads: int | None = None,
+    gelu: Gelu | None = None,
+    norm_eps: float | None = None,
+    group_eps: float | None = None,
+    standardize: Standardize | None = None,
+    standardize_eps: float | None = None,
+) -> None:
+    """Write `source`, which is anything `vitlab.load` takes, as a file or folder of the format `to`.
+
+    >>> convert("ViT-B_16.npz", "vit-base", "huggingface")
+
+    The target must not exist. What its format cannot express is refused. `image_size` and the rest are what many
+    files do not say themselves.
+    """
+    if to not in FORMATS:
+        raise UserError(f"there is no format '{to}'; the formats are {listed(FORMATS)}")
+    path, endings = Path(target), [ending for ending in FORMATS[to].WRITES if ending]
+    folder = path.suffix not in endings
+    if folder and "" not in FORMATS[to].WRITES:
+        raise UserError(f"a {to} checkpoint is a file that ends in {listed(endings)}, not {path}")
+    if path.exists():
+        raise UserError(f"{path} exists; remove it or name another place")
+    given = Traits(heads, gelu, norm_eps, group_eps, standardize, standardize_eps)
+    size = None if image_size is None else as_size(image_size)
+    found = read_checkpoint(source, given, format=format, image_size=size)
+    if size not in (None, found.config.image_size):
+        raise UserError(f"convert does not resample positions; load {source} with image_size={size} and save that")
+    with whole(path, folder) as place:
+        FORMATS[to].write(found.config, found.tensors, found.card, place)

@@ -1,0 +1,42 @@
+"""Hub ids, through huggingface_hub: its cache, its offline mode, its credentials."""
+
+import re
+from pathlib import Path
+
+from vitlab.config import UserError
+from vitlab.weights.files import brief
+
+FILES = ["config.json", "preprocessor_config.json", "model.safetensors"]
+OLD_WEIGHTS = "pytorch_model.bin"
+
+
+def looks_like_id(source: str) -> bool:
+    """owner/name; a path is told from it by a leading dot or slash, an ending, or a folder that is there."""
+    owner = source.partition("/")[0]
+    is_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source) is not None
+    return is_id and not re.search(r"\.(safetensors|npz|pth|pt|bin)$", source) and not Path(owner).exists()
+
+
+def fetch(name: str) -> Path:
+    """A folder with the model's files, downloaded unless it is in the cache."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError:
+        raise UserError(
+            f"'{name}' is no file or folder here; to get it from the hub, pip install vitlab[hub]"
+        ) from None
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=FILES))
+        if not (folder / "model.safetensors").exists():
+            folder = Path(snapshot_download(name, allow_patterns=[*FILES[:2], OLD_WEIGHTS]))
+        return folder
+    except LocalEntryNotFoundError:
+        raise UserError(
+            f"'{name}' is no file or folder here, is not in the hub's cache, and the hub cannot be reached: connect to "
+            f"the network (without HF_HUB_OFFLINE), or download its files elsewhere and give their folder"
+        ) from None
+    except HfHubHTTPError as error:
+        raise UserError(f"the hub does not give '{name}': {brief(error)}") from None
+    except (OSError, ValueError) as error:  # no connection half way, a full disk, an id the hub does not allow
+        raise UserError(f"'{name}' could not be had from the hub: {brief(error)}") from None

@@ -1,0 +1,187 @@
+"""`vitlab.load`: everyone's checkpoints as our models. The way in: open, recognise, read, check, move, fill."""
+
+import dataclasses
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vitlab.config import Gelu, ModelConfig, Preprocess, ResNetConfig, Size, Standardize, UserError, as_size, listed
+from vitlab.models.positions import Resample
+from vitlab.models.variants import Model
+from vitlab.weights import google, hub, huggingface, store, timm, torchvision
+from vitlab.weights.assemble import blank, filled
+from vitlab.weights.files import brief, open_tensors, read_json
+from vitlab.weights.reading import Card, Format, Reading, Source, Traits, traits_of
+from vitlab.weights.table import inward, named
+
+FORMATS: dict[str, Format] = {
+    "vitlab": store,
+    "huggingface": huggingface,
+    "timm": timm,
+    "torchvision": torchvision,
+    "google": google,
+}
+log = logging.getLogger("vitlab")
+
+
+def load(
+    source: str | os.PathLike[str],
+    *,
+    classes: int | None = None,
+    image_size: int | Size | None = None,
+    resample: Resample = "bilinear",
+    format: str | None = None,
+    heads: int | None = None,
+    gelu: Gelu | None = None,
+    norm_eps: float | None = None,
+    group_eps: float | None = None,
+    standardize: Standardize | None = None,
+    standardize_eps: float | None = None,
+    preprocess: Preprocess | None = None,
+) -> Model:
+    """The model in a file, a folder or on the hub, in eval mode on the CPU.
+
+    >>> vitlab.load("google/vit-base-patch16-224")
+    >>> vitlab.load("R26_S_32.npz", classes=37, image_size=384)
+
+    Other `classes` than the file's give a head of zeros; another `image_size` resamples the positions. The format
+    is recognised by what the file holds, or named. The rest is what many files do not say: each goes before what
+    the file, or else its format, says.
+    """
+    given = Traits(heads, gelu, norm_eps, group_eps, standardize, standardize_eps, preprocess)
+    size = None if image_size is None else as_size(image_size)
+    found = read_checkpoint(source, given, format=format, image_size=size)
+    if classes is not None and classes != found.config.classes:
+        found = new_head(found, classes)
+    model = filled(found.config, one_type(found.tensors, str(source)))
+    store.attach(model, found.card)
+    if size is not None and size != model.config.image_size:
+        model.resize(size, resample)
+    return model
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A source as ours: nothing left over, nothing missing."""
+
+    config: ModelConfig
+    tensors: dict[str, Tensor]
+    card: Card
+
+
+def read_checkpoint(
+    name: str | os.PathLike[str], given: Traits, *, format: str | None = None, image_size: Size | None = None
+) -> Checkpoint:
+    try:
+        source = open_source(name)
+        return move(source, recognise(source, format), given, image_size)
+    except OSError as error:
+        raise UserError(f"{os.fspath(name)} cannot be read: {brief(error)}") from None
+
+
+def move(source: Source, kind: str, given: Traits, image_size: Size | None) -> Checkpoint:
+    """Their tensors as ours; what is wrong is said with the source's name."""
+    try:
+        reading = FORMATS[kind].read(source, given, image_size)
+        tensors = inward(reading.table, blank(reading.config).state_dict(), source.tensors)
+    except UserError as error:
+        known = source.name in str(error) or str(source.tensors.path) in str(error)
+        raise error if known else UserError(f"{source.name}: {error}") from None
+    say_guesses(source, kind, reading)
+    origin = {"source": source.name, "format": kind, "sha256": store.sha256(source.tensors.path)}
+    card = dataclasses.replace(reading.card, provenance=reading.card.provenance or origin)
+    return Checkpoint(reading.config, tensors, card)
+
+
+# ---- open
+
+
+def open_source(source: str | os.PathLike[str]) -> Source:
+    name = os.fspath(source)
+    path = Path(name).expanduser()
+    if path.is_file():
+        return Source(name, open_tensors(path), {}, {})
+    if path.is_dir():
+        return open_folder(name, path)
+    if isinstance(source, str) and hub.looks_like_id(source):
+        return open_folder(name, hub.fetch(source))
+    owner = name.partition("/")[0]
+    why = f" ({owner}/ is a folder here, so this is no hub id)" if Path(owner).is_dir() and owner else ""
+    raise UserError(f"there is no file or folder {name}{why}")
+
+
+def open_folder(name: str, path: Path) -> Source:
+    if store.is_ours(path):
+        config = read_json(store.find_config(path))
+        return Source(name, open_tensors(path / store.WEIGHTS), config, {})
+    weights = next((path / file for file in (store.WEIGHTS, hub.OLD_WEIGHTS) if (path / file).is_file()), None)
+    if weights is None:
+        raise UserError(f"{name} has neither {store.WEIGHTS} nor {hub.OLD_WEIGHTS}; name a file in it")
+    beside = [path / "config.json", path / "preprocessor_config.json"]
+    config, processor = (read_json(file) if file.is_file() else {} for file in beside)
+    return Source(name, open_tensors(weights), config, processor)
+
+
+# ---- recognise
+
+
+def recognise(source: Source, format: str | None) -> str:
+    if format is not None:
+        if format not in FORMATS:
+            raise UserError(f"there is no format '{format}'; the formats are {listed(FORMATS)}")
+        return format
+    kinds = [name for name, module in FORMATS.items() if module.fits(source)]
+    if len(kinds) == 1:
+        return kinds[0]
+    if kinds:
+        raise UserError(f"{source.name} could be of {' and of '.join(kinds)}; name one with format=")
+    some = named(list(source.shapes)[:3]) or "nothing"
+    raise UserError(f"{source.name} is of no format this package knows ({listed(FORMATS)}): it holds {some} ...")
+
+
+def say_guesses(source: Source, kind: str, reading: Reading) -> None:
+    traits = traits_of(reading.config)
+    values = {field.name: getattr(traits, field.name) for field in dataclasses.fields(traits)}
+    values |= {"preprocess": reading.card.preprocess, "image_size": reading.config.image_size}
+    if reading.guessed:
+        words = ", ".join(f"{name}={values[name]}" for name in reading.guessed)
+        log.info("%s does not say everything; as usual in %s files: %s", source.name, kind, words)
+
+
+# ---- change
+
+
+def new_head(found: Checkpoint, classes: int) -> Checkpoint:
+    """A head of zeros for other classes, on the features themselves: as the paper fine-tunes, without pre-logits.
+
+    With no classes at all the features stay what they were.
+    """
+    old = found.config
+    config = dataclasses.replace(old, classes=classes)
+    drop = ["head."]
+    if classes and not isinstance(config, ResNetConfig) and config.prelogits:
+        config, drop = dataclasses.replace(config, prelogits=0), ["head.", "prelogits."]
+    tensors = {name: x for name, x in found.tensors.items() if not name.startswith(tuple(drop))}
+    if classes:
+        width = config.channels if isinstance(config, ResNetConfig) else config.width
+        dtype = tensors["norm.weight"].dtype
+        tensors |= {
+            "head.weight": torch.zeros(classes, width, dtype=dtype),
+            "head.bias": torch.zeros(classes, dtype=dtype),
+        }
+    gone = f"the head of {old.classes} classes" + (" and its pre-logits layer" if len(drop) > 1 else "")
+    log.info("%s: %s", "replaced by zeros" if classes else "left out", gone)
+    return Checkpoint(config, tensors, dataclasses.replace(found.card, labels=None))
+
+
+def one_type(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Double precision stays; anything else, half precision too, becomes float32, which every processor computes."""
+    types = {x.dtype for x in tensors.values()}
+    wanted = torch.float64 if types == {torch.float64} else torch.float32
+    if types != {wanted}:
+        log.info("%s is stored in %s; loaded in %s", name, listed(sorted(map(str, types))), wanted)
+    return {key: x.to(wanted) for key, x in tensors.items()}
