@@ -305,7 +305,7 @@ def test_a_header_that_describes_an_absurd_model(field: dict[str, Any], tmp_path
     with safe_open(tmp_path / "run" / "model.safetensors", "pt") as file:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    metadata["config"] = json.dumps(json.loads(metadata["config"]) | field)
+    metadata["vitlab/1"] = json.dumps(json.loads(metadata["vitlab/1"]) | field)
     save_file(tensors, tmp_path / "absurd.safetensors", metadata)
     refused(tmp_path / "absurd.safetensors")
 

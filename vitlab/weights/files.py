@@ -6,6 +6,7 @@ Nothing in a file is ever run.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -304,7 +305,7 @@ def _state_dict(data: object, path: Path) -> dict[str, Tensor]:
     return dict(data)
 
 
-# ---- writing
+# ---- files as such
 
 
 def flush(path: Path) -> None:
@@ -314,3 +315,8 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

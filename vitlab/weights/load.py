@@ -14,7 +14,7 @@ from vitlab.models.positions import Resample
 from vitlab.models.variants import Model
 from vitlab.weights import google, hub, huggingface, store, timm, torchvision
 from vitlab.weights.assemble import blank, filled
-from vitlab.weights.files import brief, open_tensors, read_json
+from vitlab.weights.files import brief, open_tensors, read_json, sha256
 from vitlab.weights.reading import Card, Format, Reading, Source, Traits, traits_of
 from vitlab.weights.table import inward, named
 
@@ -92,7 +92,7 @@ def move(source: Source, kind: str, given: Traits, image_size: Size | None) -> C
         known = source.name in str(error) or str(source.tensors.path) in str(error)
         raise error if known else UserError(f"{source.name}: {error}") from None
     say_guesses(source, kind, reading)
-    origin = {"source": source.name, "format": kind, "sha256": store.sha256(source.tensors.path)}
+    origin = {"source": source.name, "format": kind, "sha256": sha256(source.tensors.path)}
     card = dataclasses.replace(reading.card, provenance=reading.card.provenance or origin)
     return Checkpoint(reading.config, tensors, card)
 

@@ -7,7 +7,6 @@ one of the two configs has the weights' sha256, so an interrupted save leaves th
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import secrets
@@ -25,7 +24,7 @@ from vitlab.models.resnet import ResNet
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
 from vitlab.weights.assemble import blank
-from vitlab.weights.files import brief, flush, parse_json, read_json
+from vitlab.weights.files import brief, flush, parse_json, read_json, sha256
 from vitlab.weights.reading import Card, Reading, Source, Traits
 from vitlab.weights.table import row
 
@@ -131,7 +130,8 @@ def require_ours(path: Path) -> None:
 
 
 def write_weights(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path) -> str:
-    metadata = {"format": FORMAT, "config": json.dumps(model_json(config))}
+    # one entry: several are written in no fixed order, and the same model should be the same bytes
+    metadata = {FORMAT: json.dumps(model_json(config))}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
     return sha256(path)
 
@@ -150,11 +150,6 @@ def describe(config: ModelConfig, card: Card, digest: str) -> str:
 
 def model_json(config: ModelConfig) -> dict[str, Any]:
     return {"kind": "vit" if isinstance(config, ViTConfig) else "resnet", **to_json(config)}
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
@@ -207,13 +202,13 @@ def find_config(path: Path) -> Path:
 
 
 def fits(source: Source) -> bool:
-    return source.tensors.metadata.get("format") == FORMAT
+    return FORMAT in source.tensors.metadata
 
 
 def read(source: Source, given: Traits, image_size: Size | None) -> Reading:
     """From a folder's config.json, which must agree with the weights' header; of a bare file, from the header."""
     where = f"the config in the header of {source.name}"
-    header = parse_json(source.tensors.metadata.get("config", "").encode(), where)
+    header = parse_json(source.tensors.metadata.get(FORMAT, "").encode(), where)
     config = model_config(header, len(source.shapes))
     if source.config and source.config.get("model") != header:
         raise UserError(f"{source.name} has one model in its {CONFIG} and another in its weights' header")

@@ -1,0 +1,288 @@
+"""Batches are functions of (seed, step); evaluation sees every image once; what breaks is said."""
+
+import itertools
+import logging
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pictures import arrays, picture, write_folder
+from PIL import Image
+
+from vitlab.config import Preprocess, UserError
+from vitlab.data.images import BrokenImage, Shrink
+from vitlab.data.loader import Batch, EvalLoader, TrainLoader, eval_batches
+from vitlab.data.resident import Resident, weights, worth_holding
+from vitlab.data.sources import Arrays, open_data
+from vitlab.data.transforms import Augment, eval_image
+
+PLAIN = Preprocess()
+FULL = Augment(layers=1, mixup=0.4, cutmix=1.0, label_smoothing=0.1)
+WAYS = [False, True]  # resident or not
+
+
+def loader(
+    source: Arrays, augment: Augment = FULL, *, size: int = 16, batch: int = 8, **settings: object
+) -> TrainLoader:
+    return TrainLoader(source, (size, size), augment, PLAIN, batch=batch, seed=5, **settings)  # type: ignore[arg-type]
+
+
+def take(source: TrainLoader, count: int, step: int = 0) -> list[Batch]:
+    return list(itertools.islice(source.batches(step), count))
+
+
+def same(one: Batch, other: Batch) -> bool:
+    return all(
+        torch.equal(getattr(one, name), getattr(other, name)) for name in ("images", "labels", "targets", "index")
+    )
+
+
+# ---- the order
+
+
+@pytest.mark.parametrize("resident", WAYS)
+def test_every_epoch_shows_every_image_once(resident: bool) -> None:
+    source = arrays(23)
+    found = torch.cat([batch.index for batch in take(loader(source, resident=resident), 23)]).reshape(8, 23)
+    assert (found.sort(1).values == torch.arange(23)).all()  # 23 batches of 8 are 8 epochs of 23
+    assert len({tuple(epoch.tolist()) for epoch in found}) == 8
+    labels = torch.cat([batch.labels for batch in take(loader(source, resident=resident), 3)])
+    assert (labels == found.flatten()[:24] % 4).all()
+    assert loader(source, resident=resident).steps_per_epoch == 23 / 8
+
+
+@pytest.mark.parametrize("resident", WAYS)
+def test_workers_and_restarts_change_nothing(resident: bool) -> None:
+    source = arrays()
+    whole = take(loader(source, resident=resident), 7)
+    for workers, step in ((0, 5), (1, 0), (2, 3)):
+        for batch, again in zip(
+            whole[step:], take(loader(source, resident=resident, workers=workers), 7 - step, step), strict=True
+        ):
+            assert same(batch, again)
+
+
+@pytest.mark.parametrize("resident", WAYS)
+@pytest.mark.parametrize(("world", "batch"), [(2, 8), (2, 6), (4, 12), (3, 9)])
+def test_ranks_share_the_batch(resident: bool, world: int, batch: int) -> None:
+    """Slices of 3 split a pair of Mixup partners between two ranks."""
+    source = arrays()
+    whole = take(loader(source, batch=batch, resident=resident), 4)
+    ranks = [take(loader(source, batch=batch, resident=resident, rank=r, world=world), 4) for r in range(world)]
+    for step, batch_ in enumerate(whole):
+        parts = [rank[step] for rank in ranks]
+        joined = Batch(*(torch.cat([getattr(p, n) for p in parts]) for n in ("images", "labels", "targets", "index")))
+        assert same(joined, batch_)
+
+
+@pytest.mark.parametrize("resident", WAYS)
+def test_seeds_and_epochs_differ(resident: bool) -> None:
+    source = arrays(8)
+    augment = Augment()
+    one = take(loader(source, augment, resident=resident), 2)
+    other = TrainLoader(source, (16, 16), augment, PLAIN, batch=8, seed=6, resident=resident)
+    assert one[0].index.tolist() != next(other.batches()).index.tolist()
+    first, second = (batch.images[batch.index.argsort()] for batch in one)  # the same images, another epoch
+    assert all(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_targets_match_the_mixture() -> None:
+    source = arrays(40, 40)  # a class of its own for each, so that targets show the partner
+    for batch in take(loader(source, Augment(mixup=0.5), batch=10), 4):
+        assert torch.allclose(batch.targets.sum(1), torch.ones(10))
+        for i in range(10):
+            own, partner = batch.targets[i, batch.labels[i]], batch.targets[i, batch.labels[i ^ 1]]
+            assert own >= 0.5 - 1e-6
+            assert torch.isclose(own + partner, torch.tensor(1.0))
+    unmixed = next(loader(source, Augment(), batch=10).batches()).images
+    batch = next(loader(source, Augment(mixup=0.5), batch=10).batches())
+    for i in range(10):
+        own = batch.targets[i, batch.labels[i]]
+        assert torch.allclose(batch.images[i], own * unmixed[i] + (1 - own) * unmixed[i ^ 1], atol=1e-5)
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    with pytest.raises(UserError, match="batch of 10 does not divide among 4 ranks"):
+        loader(arrays(), batch=10, world=4)
+
+
+# ---- the resident set
+
+
+@pytest.mark.parametrize("kind", ["nearest", "bilinear", "bicubic", "lanczos"])
+@pytest.mark.parametrize(("low", "high", "size"), [(0.0, 24.0, 8), (3.3, 17.9, 8), (5.0, 9.5, 16), (0.0, 24.0, 24)])
+def test_weights_are_pillows_resize(kind: str, low: float, high: float, size: int) -> None:
+    line = np.random.default_rng(0).integers(0, 256, 24, dtype=np.uint8)
+    image = Image.fromarray(np.repeat(line[None], 8, 0))
+    filters = {k: getattr(Image.Resampling, k.upper()) for k in ("nearest", "bilinear", "bicubic", "lanczos")}
+    expected = np.asarray(image.resize((size, 8), filters[kind], box=(low, 0, high, 8)))[0].astype(float)
+    matrix = weights(torch.tensor([low]), torch.tensor([high]), size, 24, kind)[0]  # type: ignore[arg-type]
+    found = (matrix.double() @ torch.from_numpy(line).double()).round().clamp(0, 255)
+    assert np.abs(found.numpy() - expected).max() <= 1
+
+
+def test_resident_images_are_those_of_the_workers() -> None:
+    """Pictures no larger than twice the input are stored as they are, so only roundings differ."""
+    source = arrays(height=20, width=30)
+    for augment in (Augment(), Augment(crop="resize"), Augment(mixup=0.3)):
+        for one, other in zip(
+            take(loader(source, augment, resident=False), 4),
+            take(loader(source, augment, resident=True), 4),
+            strict=True,
+        ):
+            assert torch.equal(one.index, other.index)
+            assert torch.equal(one.targets, other.targets)
+            assert (one.images - other.images).abs().max() <= 2.01 * 2 / 255
+
+
+def test_large_pictures_of_many_shapes_are_cut_alike(tmp_path: Path) -> None:
+    """Stored stretched, at twice the input: crops keep place and shape; only fine detail is lost."""
+    for i, shape in enumerate([(90, 60), (60, 90), (64, 64), (40, 120)] * 3):
+        (tmp_path / str(i % 2)).mkdir(exist_ok=True)
+        picture(i, *shape).save(tmp_path / str(i % 2) / f"{i}.png")
+    source = open_data(str(tmp_path)).train
+    held = TrainLoader(source, (16, 16), Augment(), PLAIN, batch=8, resident=True)
+    files = TrainLoader(source, (16, 16), Augment(), PLAIN, batch=8, resident=False)
+    assert held.held is not None
+    assert held.held.stored == (32, 32)
+    for one, other in zip(take(held, 3), take(files, 3), strict=True):
+        assert torch.equal(one.index, other.index)
+        assert (one.images - other.images).abs().mean() < 0.05
+        assert ((one.images - other.images).flatten(1).abs().mean(1) < 0.15).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_cuts_what_the_cpu_cuts() -> None:
+    source = arrays(40, height=30, width=40)
+    for augment in (Augment(), FULL):
+        cpu, gpu = (take(loader(source, augment, resident=True, device=device), 5) for device in ("cpu", "cuda"))
+        for one, other in zip(cpu, gpu, strict=True):
+            assert torch.equal(one.index, other.index.cpu())
+            assert torch.allclose(one.targets, other.targets.cpu())
+            assert (one.images - other.images.cpu()).abs().mean() < 0.01
+        again = take(loader(source, augment, resident=True, device="cuda"), 2, 3)
+        assert all(same(a, b) for a, b in zip(again, gpu[3:], strict=True))
+
+
+def test_what_is_held() -> None:
+    source, cpu = open_data("digits").train, torch.device("cpu")
+    assert worth_holding(source, (8, 8), cpu)
+    assert not worth_holding(source, (224, 224), cpu)
+    assert loader(arrays(), size=16).resident
+    assert Resident(source, (8, 8), PLAIN, 0, cpu).stored == (8, 8)
+
+
+# ---- evaluation
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, 0), (2, 0), (3, 0), (5, 0), (1, 2), (2, 1)])
+def test_every_image_exactly_once(world: int, workers: int) -> None:
+    source = arrays(23)
+    parts = []
+    for rank in range(world):
+        batches = list(eval_batches(source, (16, 16), PLAIN, batch=4, workers=workers, rank=rank, world=world))
+        assert all(len(batch.labels) == 4 for batch in batches[:-1])
+        parts += batches
+    assert torch.cat([batch.index for batch in parts]).tolist() == list(range(23))
+    for batch in parts:
+        for image, index, label, goal in zip(batch.images, batch.index, batch.labels, batch.targets, strict=True):
+            assert torch.equal(image, eval_image(source.image(int(index)), (16, 16), PLAIN))
+            assert label == source.labels[index]
+            assert goal.tolist() == [float(k == label) for k in range(4)]
+
+
+def test_kept_evaluation_images_are_the_same() -> None:
+    source = arrays(11)
+    loader_ = EvalLoader(source, (16, 16), PLAIN, batch=4, resident=True)
+    first, second = list(loader_.batches()), list(loader_.batches())
+    assert len(loader_) == len(first) == 3
+    assert all(same(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_more_ranks_than_images() -> None:
+    found = [list(eval_batches(arrays(2), (8, 8), PLAIN, batch=4, rank=r, world=3)) for r in range(3)]
+    assert sum(len(batch.labels) for rank in found for batch in rank) == 2
+
+
+# ---- broken images and lost workers
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    write_folder(tmp_path, {"a": 15, "b": 15})
+    (tmp_path / "a" / "003.png").write_bytes(b"broken")
+    (tmp_path / "b" / "014.png").write_bytes(b"")  # the last: the next good one is the first
+    return tmp_path
+
+
+@pytest.mark.parametrize("resident", WAYS)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_broken_images_are_named_and_replaced(
+    damaged: Path, resident: bool, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = open_data(str(damaged), holdout=0.01).train
+    bad = [i for i in range(len(source)) if source.name(i).endswith(("a/003.png", "b/014.png"))]
+    assert len(bad) == 2
+    with caplog.at_level(logging.WARNING, "vitlab"):
+        one = loader(source, resident=resident, workers=workers, batch=7)  # type: ignore[arg-type]
+        batches = take(one, 8)  # two epochs
+    assert sorted(one.broken) == bad
+    assert sum("a broken image was skipped" in record.message for record in caplog.records) == 2
+    index = torch.cat([batch.index for batch in batches])[: 2 * len(source)]
+    counts = torch.bincount(index, minlength=len(source))
+    for b in bad:
+        assert counts[b] == 0
+        assert counts[(b + 1) % len(source)] == 4
+    again = take(loader(source, resident=resident, batch=7), 2, 6)  # type: ignore[arg-type]
+    assert same(again[1], batches[7])
+
+
+@pytest.mark.parametrize("resident", WAYS)
+def test_too_many_broken_images(damaged: Path, resident: bool) -> None:
+    source = open_data(str(damaged), holdout=0.01).train
+    with pytest.raises(UserError, match=r"\d of 28 training images cannot be read.*broken_limit \(0.02\)"):
+        take(loader(source, resident=resident, broken_limit=0.02), 8)  # type: ignore[arg-type]
+
+
+class Ruins(Arrays):
+    def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
+        raise BrokenImage(self.name(index), "in ruins")
+
+
+@pytest.mark.parametrize("resident", WAYS)
+def test_nothing_but_broken_images(resident: bool) -> None:
+    whole = arrays()
+    source = Ruins("ruin", whole.pixels, whole.labels, whole.classes)
+    with pytest.raises(UserError, match=r"in ruins|can be read"):
+        take(loader(source, resident=resident), 1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_broken_images_in_evaluation_are_an_error(damaged: Path, workers: int) -> None:
+    source = open_data(str(damaged), holdout=0.01).train
+    with pytest.raises(UserError, match=r"a/003.png cannot be read.*mend or remove it"):
+        list(eval_batches(source, (8, 8), PLAIN, batch=8, workers=workers))
+
+
+class Fatal(Arrays):
+    """Its worker is killed, as for want of memory, when it comes to the image 11."""
+
+    def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
+        if index == 11:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().image(index, shrink)
+
+
+def test_a_vanished_worker_is_a_sentence() -> None:
+    whole = arrays()
+    source = Fatal("fatal", whole.pixels, whole.labels, whole.classes)
+    with pytest.raises(
+        UserError, match=r"^a loader worker \(process \d+\) was killed by signal 9; .*workers=1"
+    ) as caught:
+        take(loader(source, Augment(), resident=False, workers=2), 10)
+    assert "\n" not in str(caught.value)
+    assert signal.getsignal(signal.SIGCHLD) in (signal.SIG_DFL, None)

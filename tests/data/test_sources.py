@@ -1,0 +1,291 @@
+"""Sets of every kind are opened, split, thinned and checked alike."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pictures import arrays, encoded, picture, write_folder
+
+from vitlab.config import UserError
+from vitlab.data import parquet
+from vitlab.data.sources import Source, open_data, settle
+
+
+def counts(source: Source) -> list[int]:
+    return np.bincount(source.labels, minlength=len(source.classes)).tolist()
+
+
+def names(source: Source) -> set[str]:
+    return {source.name(i) for i in range(len(source))}
+
+
+# ---- digits
+
+
+def test_digits_are_scikit_learns() -> None:
+    from sklearn.datasets import load_digits
+
+    data = open_data("digits")
+    known = load_digits()
+    assert len(data.train) + len(data.test) == 1797
+    assert abs(len(data.test) / 1797 - 1 / 3) < 0.005
+    assert data.classes == tuple("0123456789")
+    index = int(data.test.name(5).split()[-1])
+    assert int(data.test.labels[5]) == known.target[index]
+    found = np.asarray(data.test.image(5))[..., 0] / 255 * 16
+    assert np.abs(found - known.images[index]).max() <= 0.5 / 255 * 16 + 1e-9
+
+
+# ---- folders
+
+
+def test_folder_with_everything_people_put_there(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"cat": 5, "dog": 10})
+    (tmp_path / "cat" / "deep" / "deeper").mkdir(parents=True)
+    picture(1).save(tmp_path / "cat" / "deep" / "deeper" / "LOUD.JPG", "JPEG")
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    (tmp_path / "cat" / ".hidden.png").write_bytes(b"x")
+    (tmp_path / ".git").mkdir()
+    picture(1).save(tmp_path / ".git" / "x.png")
+    (tmp_path / "empty").mkdir()
+    os.symlink(tmp_path / "cat", tmp_path / "cat" / "deep" / "round")  # a loop of links
+    data = open_data(str(tmp_path))
+    assert data.classes == ("cat", "dog")
+    assert np.add(counts(data.train), counts(data.test)).tolist() == [6, 10]
+    assert counts(data.test) == [1, 2]
+    every = names(data.train) | names(data.test)
+    assert len(every) == 16
+    assert any(name.endswith("LOUD.JPG") for name in every)
+    for source in (data.train, data.test):
+        for i in range(len(source)):
+            assert source.classes[source.labels[i]] in source.name(i)
+            assert source.image(i).mode == "RGB"
+
+
+@pytest.mark.parametrize(("second", "used"), [("test", "test"), ("val", "test"), ("Validation", "test")])
+def test_folder_with_splits(tmp_path: Path, second: str, used: str) -> None:
+    write_folder(tmp_path / "train", {"a": 3, "b": 4})
+    write_folder(tmp_path / second, {"a": 2, "b": 1})
+    data = open_data(str(tmp_path))
+    assert (counts(data.train), counts(data.test)) == ([3, 4], [2, 1])
+
+
+def test_validation_is_kept_beside_a_test_split(tmp_path: Path) -> None:
+    for split, count in (("train", 5), ("valid", 2), ("test", 3)):
+        write_folder(tmp_path / split, {"a": count, "b": count})
+    data = open_data(str(tmp_path))
+    assert data.validation is not None
+    assert (len(data.train), len(data.validation), len(data.test)) == (10, 4, 6)
+    assert "validation" in data.note
+
+
+def test_unlabelled_test_images_are_not_a_test_split(tmp_path: Path) -> None:
+    write_folder(tmp_path / "train", {"a": 10, "b": 10})
+    write_folder(tmp_path, {"test": 4})
+    data = open_data(str(tmp_path))
+    assert (counts(data.train), counts(data.test)) == ([8, 8], [2, 2])
+
+
+def test_imagenet_layout(tmp_path: Path) -> None:
+    write_folder(tmp_path / "train", {"n02": 2, "n01": 2})
+    write_folder(tmp_path / "val", {"n01": 1, "n02": 1})
+    data = open_data(f"imagenet:{tmp_path}")
+    assert data.classes == ("n01", "n02")
+    assert len(data.test) == 2
+
+
+# ---- what is wrong is said in a sentence
+
+
+def test_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no images.*one folder per class"):
+        open_data(str(tmp_path))
+
+
+def test_loose_images(tmp_path: Path) -> None:
+    picture(0).save(tmp_path / "a.png")
+    with pytest.raises(UserError, match="lie in no class folder"):
+        open_data(str(tmp_path))
+
+
+def test_one_class(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"cat": 6})
+    with pytest.raises(UserError, match="only the class 'cat'"):
+        open_data(str(tmp_path))
+
+
+def test_unknown_set() -> None:
+    with pytest.raises(UserError, match=r"no data set 'digitz'.*digits"):
+        open_data("digitz")
+
+
+def test_missing_network_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(UserError, match="no folder 'nobody/nothing' here"):
+        open_data("nobody/nothing")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"subset": 0.0}, "subset must be"),
+        ({"per_class": 0}, "per_class must be"),
+        ({"subset": 0.5, "per_class": 3}, "not both"),
+        ({"holdout": 1.0}, "holdout must be"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, float], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        open_data("digits", **settings)  # type: ignore[arg-type]
+
+
+# ---- hold-outs and subsets
+
+
+def test_holdout_is_stratified_and_fixed() -> None:
+    source = arrays(97, 3)
+    data = settle("x", {"train": source}, None, holdout=0.2)
+    assert counts(data.test) == [round(0.2 * count) for count in counts(source)]
+    assert not names(data.train) & names(data.test)
+    assert names(data.train) | names(data.test) == names(source)
+    one, other = open_data("digits", seed=1), open_data("digits", seed=2)
+    assert names(one.test) == names(other.test)
+
+
+def test_holdout_leaves_every_class_an_image() -> None:
+    source = arrays(5, 3)  # classes of 2, 2 and 1
+    data = settle("x", {"train": source}, None, holdout=0.9)
+    assert counts(data.train) == [1, 1, 1]
+    assert counts(data.test) == [1, 1, 0]
+
+
+def test_subsets_are_stratified_seeded_and_nested() -> None:
+    whole, tenth, half = (open_data("digits", seed=4, subset=share) for share in (1.0, 0.1, 0.5))
+    assert counts(tenth.train) == [round(0.1 * c) for c in counts(whole.train)]
+    assert names(tenth.train) < names(half.train) < names(whole.train)
+    assert names(tenth.test) == names(whole.test)
+    assert names(open_data("digits", seed=4, subset=0.1).train) == names(tenth.train)
+    assert names(open_data("digits", seed=5, subset=0.1).train) != names(tenth.train)
+
+
+def test_per_class(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    assert counts(open_data("digits", per_class=7).train) == [7] * 10
+    write_folder(tmp_path, {"a": 3, "b": 20})
+    assert counts(open_data(str(tmp_path), per_class=10).train) == [2, 10]
+    assert "fewer than 10" in caplog.text
+
+
+# ---- parquet
+
+pa = pytest.importorskip("pyarrow")
+
+
+def write_parquet(path: Path, labels: list[object], classes: list[str] | None = None, column: str = "label") -> None:
+    import pyarrow.parquet as pq
+
+    rows = [{"bytes": encoded(picture(i)), "path": f"photo_{i}.png"} for i in range(len(labels))]
+    table = pa.table({"image": rows, column: labels})
+    if classes:
+        features = {"image": {"_type": "Image"}, column: {"names": classes, "_type": "ClassLabel"}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, row_group_size=3)
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 0])
+def test_parquet_in_memory_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    import pickle
+
+    monkeypatch.setattr(parquet, "IN_MEMORY", limit)
+    monkeypatch.setenv("VITLAB_DATA", str(tmp_path / "cache"))
+    write_parquet(tmp_path / "set" / "train-00000-of-00002.parquet", [0, 1, 1, 0], ["cat", "dog"])
+    write_parquet(tmp_path / "set" / "train-00001-of-00002.parquet", [1, 1, 0], ["cat", "dog"])
+    write_parquet(tmp_path / "set" / "test-00000-of-00001.parquet", [0, 1], ["cat", "dog"])
+    data = open_data(str(tmp_path / "set"))
+    assert data.classes == ("cat", "dog")
+    assert data.train.labels.tolist() == [0, 1, 1, 0, 1, 1, 0]
+    assert "photo_2.png" in data.train.name(6)
+    for source in (data.train, pickle.loads(pickle.dumps(data.train))):
+        for index, seed in enumerate([0, 1, 2, 3, 0, 1, 2]):
+            assert (np.asarray(source.image(index)) == np.asarray(picture(seed))).all()
+
+
+def test_parquet_of_words_and_of_bare_numbers(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "words.parquet", ["oak", "ash", "oak", "ash"])
+    data = open_data(str(tmp_path / "words.parquet"))
+    assert data.classes == ("ash", "oak")
+    assert counts(data.train) == [1, 1]
+    write_parquet(tmp_path / "numbers.parquet", [0, 2, 1, 2, 0, 1], column="fine_label")
+    assert open_data(str(tmp_path / "numbers.parquet")).classes == ("0", "1", "2")
+
+
+def test_parquet_label_out_of_range(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "train.parquet", [0, 1, 5, 1], ["cat", "dog"])
+    with pytest.raises(UserError, match=r"photo_2.png\) has the label 5, outside 0 to 1"):
+        open_data(str(tmp_path), holdout=0.1)
+
+
+def test_parquet_split_without_labels(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "train.parquet", [0, 1, 0, 1], ["cat", "dog"])
+    write_parquet(tmp_path / "validation.parquet", [0, 1], ["cat", "dog"])
+    write_parquet(tmp_path / "test.parquet", [-1, -1, -1], ["cat", "dog"])
+    data = open_data(str(tmp_path))
+    assert (len(data.train), len(data.test)) == (4, 2)
+    assert "test split has no labels" in data.note
+
+
+def test_parquet_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_bytes(b"PAR0 nonsense")
+    with pytest.raises(UserError, match=r"train.parquet' cannot be read as parquet"):
+        open_data(str(tmp_path))
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": ["a"], "label": [0]}), tmp_path / "train.parquet")
+    with pytest.raises(UserError, match="columns text, label and none called image"):
+        open_data(str(tmp_path))
+
+
+def test_hub_layouts(tmp_path: Path) -> None:
+    """Configs are folders; the hub's own conversion has one folder per split too."""
+    from vitlab.data.hub import one_config
+
+    def files(*paths: str) -> list[Path]:
+        return [tmp_path / path for path in paths]
+
+    plain = files("data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet")
+    assert one_config("o/n", "", plain, tmp_path) == plain
+    both = files("small/train/0000.parquet", "large/train/0000.parquet", "large/test/0000.parquet")
+    assert one_config("o/n", "large", both, tmp_path) == both[1:]
+    with pytest.raises(UserError, match="configs large or small; write o/n:CONFIG"):
+        one_config("o/n", "", both, tmp_path)
+
+
+# ---- torchvision
+
+
+def test_cifar10_from_files_as_torchvision_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reading is torchvision's; only its checksums are passed over, since these files are our own."""
+    import pickle
+
+    import torchvision.datasets
+
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "cifar10" / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    pixels = rng.integers(0, 256, (6, 4, 3072), dtype=np.uint8)
+    for i, name in enumerate([f"data_batch_{k}" for k in range(1, 6)] + ["test_batch"]):
+        (folder / name).write_bytes(pickle.dumps({"data": pixels[i], "labels": [0, 1, 2, 3]}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "_check_integrity", lambda self: True)
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
+    monkeypatch.setenv("VITLAB_DATA", str(tmp_path))
+    data = open_data("cifar10")
+    assert (len(data.train), len(data.test), len(data.classes)) == (20, 4, 10)
+    expected = pixels[5, 2].reshape(3, 32, 32).transpose(1, 2, 0)
+    assert (np.asarray(data.test.image(2)) == expected).all()
+    assert Counter(data.train.labels.tolist()) == {0: 5, 1: 5, 2: 5, 3: 5}

@@ -1,0 +1,67 @@
+"""Small runs for the tests, and what two runs must have in common."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from vitlab.data.transforms import Augment
+from vitlab.training.loop import Outcome, train
+from vitlab.training.recipe import Recipe
+
+# Everything that draws or averages is on: dropout, stochastic depth, crops, Mixup, Polyak.
+SMALL = Recipe(
+    "Ti/4",
+    "digits",
+    (8, 8),
+    depth=2,
+    width=16,
+    mlp=32,
+    heads=2,
+    dropout=0.1,
+    drop_path=0.2,
+    steps=20,
+    batch=32,
+    micro=16,
+    lr=3e-3,
+    warmup=3,
+    weight_decay=0.1,
+    clip=1.0,
+    ema=0.9,
+    seed=5,
+    augment=Augment(area=(0.5, 1.0), mixup=0.3, label_smoothing=0.1),
+    checkpoint_every=4,
+    evaluate_every=7,
+    log_every=3,
+)
+
+
+def go(out: Path, *, resume: bool = False, recipe: Recipe = SMALL, **changes: Any) -> Outcome:
+    recipe = dataclasses.replace(recipe, **changes)
+    return train(recipe, out, resume=resume, console=Console(quiet=True))
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    """The log without its records of speed."""
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if "speed" not in line]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Bit for bit: weights, optimiser, average, logged losses, and the model that is left."""
+    state = assert_same_tensors(a, b, "checkpoints/last/state.safetensors")
+    assert {key.partition("/")[0] for key in state} == {"model", "optimiser", "ema"}
+    assert_same_tensors(a, b, "model.safetensors")
+    assert records(a) == records(b)
+
+
+def assert_same_tensors(a: Path, b: Path, name: str) -> set[str]:
+    ours, theirs = load_file(a / name), load_file(b / name)
+    assert ours.keys() == theirs.keys()
+    for key in ours:
+        assert torch.equal(ours[key], theirs[key]), key
+    return set(ours)

@@ -1,0 +1,159 @@
+"""Checkpoints are written whole or not at all, refused when torn, and hold nothing that could be run."""
+
+import io
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vitlab.config import UserError
+from vitlab.training import checkpoint
+from vitlab.training.checkpoint import Facts, find, load, restore, save, sibling, state_of
+from vitlab.training.optim import Average, make_optimiser, set_rate
+from vitlab.training.sharded import Unpickler
+
+
+def facts(step: int) -> Facts:
+    return Facts(step=step, log_bytes=10 * step, micro=4, best=0.5)
+
+
+def state(value: float) -> dict[str, Tensor]:
+    return {"model/w": torch.full((3,), value)}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoints" / "last"
+    save(folder, state(1.0), facts(10))
+    save(folder, state(2.0), facts(20))
+    return folder
+
+
+def value(folder: Path) -> float:
+    return load(folder)["model/w"][0].item()
+
+
+def test_the_newest_is_found(place: Path) -> None:
+    found = find(place)
+    assert found is not None
+    assert (found.facts, value(found.folder), found.torn) == (facts(20), 2.0, ())
+
+
+def test_none_yet(tmp_path: Path) -> None:
+    assert find(tmp_path / "checkpoints" / "last") is None
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
+def test_a_torn_one_is_refused_and_the_one_before_used(place: Path, name: str, damage: str) -> None:
+    path = place / name
+    content = path.read_bytes()
+    if damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "flipped":
+        path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+    else:
+        path.unlink()
+    if name == "state.json" and damage == "flipped":
+        path.write_bytes(content.replace(b'"sha256"', b'"sha257"'))
+    found = find(place)
+    assert found is not None
+    assert (found.facts.step, value(found.folder)) == (10, 1.0)
+    assert len(found.torn) == 1
+    checkpoint.tidy(place, found.folder)
+    assert find(place) is not None
+    assert value(place) == 1.0
+
+
+def test_a_crash_between_the_renames_loses_nothing(place: Path) -> None:
+    shutil.rmtree(sibling(place, "old"))
+    shutil.copytree(place, sibling(place, "new"))
+    place.rename(sibling(place, "old"))
+    found = find(place)
+    assert found is not None
+    assert value(found.folder) == 2.0
+
+
+@pytest.mark.parametrize("said", [None, "", '{"format": "vit'])
+def test_the_very_first_was_being_written(tmp_path: Path, said: str | None) -> None:
+    """Cut off there, nothing is lost: the run begins again."""
+    folder = tmp_path / "checkpoints" / "last"
+    new = sibling(folder, "new")
+    new.mkdir(parents=True)
+    (new / "state.safetensors").write_bytes(b"half")
+    if said is not None:
+        (new / "state.json").write_text(said)
+    assert find(folder) is None
+
+
+def test_nothing_whole_is_an_error(place: Path) -> None:
+    for folder in (place, sibling(place, "old")):
+        (folder / "state.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="whole"):
+        find(place)
+
+
+def test_a_failed_write_leaves_the_last_one(place: Path) -> None:
+    def broken(folder: Path) -> None:
+        (folder / "half").write_bytes(b"x")
+        raise OSError(28, os.strerror(28))
+
+    with pytest.raises(UserError, match=r"No space left.*--resume"):
+        checkpoint.replace(place, broken)
+    found = find(place)
+    assert found is not None
+    assert value(found.folder) == 2.0
+    assert not sibling(place, "new").exists()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_state_goes_there_and_back(tmp_path: Path, kind: str) -> None:
+    """A copy restored from disk takes the next steps exactly as the original does."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer, Average]:
+        module = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+        for p in module.parameters():
+            nn.init.normal_(p)
+        optimiser = make_optimiser(module, kind, weight_decay=0.1, betas=(0.9, 0.99), momentum=0.9)
+        return module, optimiser, Average(module, 0.9)
+
+    def walk(module: nn.Module, optimiser: torch.optim.Optimizer, average: Average, steps: range) -> None:
+        for step in steps:
+            torch.manual_seed(step)
+            module(torch.randn(8, 5)).pow(2).mean().backward()
+            set_rate(optimiser, 0.01 * (step + 1))
+            optimiser.step()
+            optimiser.zero_grad()
+            average.update(step)
+
+    first, second = make(), make()
+    walk(*first, range(3))
+    save(tmp_path / "last", state_of(*first), facts(3))
+    restore(load(tmp_path / "last"), *second)
+    for run in (first, second):
+        walk(*run, range(3, 6))
+    ours, theirs = state_of(*first), state_of(*second)
+    assert ours.keys() == theirs.keys()
+    assert any(key.startswith("optimiser/") for key in ours)
+    assert any(key.startswith("ema/") for key in ours)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_files_say_what_they_are(place: Path) -> None:
+    said = json.loads((place / "state.json").read_text())
+    assert said["format"] == "vitlab/1"
+    assert set(said["sha256"]) == {"state.safetensors"}
+
+
+def test_metadata_admits_no_strangers() -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.system, ("true",)
+
+    with pytest.raises(UserError, match="system"):
+        Unpickler(io.BytesIO(pickle.dumps(Evil()))).load()

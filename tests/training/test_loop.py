@@ -1,0 +1,201 @@
+"""The loop's arithmetic: accumulation, freezing, objectives, devices' memory, the records it keeps."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from runs import SMALL, go, records
+from vitlab.config import UserError
+from vitlab.data.loader import TrainLoader
+from vitlab.training.loop import Run
+from vitlab.training.optim import learning_rate
+from vitlab.training.parallel import Cluster
+from vitlab.training.recipe import Recipe
+from vitlab.training.start import divisors, fit_micro, make_plan
+from vitlab.weights import load
+
+CPU = Cluster(torch.device("cpu"))
+
+
+def make_run(out: Path, recipe: Recipe) -> Run:
+    return Run(make_plan(recipe, out, CPU, resume=False), CPU, Console(quiet=True))
+
+
+def gradient(out: Path, recipe: Recipe) -> tuple[float, dict[str, Tensor]]:
+    run = make_run(out, recipe)
+    for p in run.core.parameters():
+        torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(p.numel()))
+    loss = run.backward(step=3)
+    run.close()
+    return loss.item(), {name: p.grad for name, p in run.core.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid", "masked"])
+def test_eight_micro_batches_give_the_gradient_of_one(tmp_path: Path, objective: str) -> None:
+    recipe = dataclasses.replace(SMALL, objective=objective, dropout=0.0, drop_path=0.0, batch=64, micro=64)
+    loss, whole = gradient(tmp_path / "whole", recipe)
+    parts_loss, parts = gradient(tmp_path / "parts", dataclasses.replace(recipe, micro=8))
+    assert parts_loss == pytest.approx(loss, rel=1e-5)
+    assert whole.keys() == parts.keys()
+    difference = sum(float((whole[k] - parts[k]).double().pow(2).sum()) for k in whole) ** 0.5
+    size = sum(float(whole[k].double().pow(2).sum()) for k in whole) ** 0.5
+    assert difference < 1e-5 * size
+
+
+def test_the_first_loss_by_hand(tmp_path: Path) -> None:
+    """A fresh head of zeros says every class alike, whatever the images: the loss is log 10."""
+    go(tmp_path, steps=4, warmup=0)
+    assert records(tmp_path)[0]["loss"] == pytest.approx(torch.tensor(10.0).log().item(), rel=1e-6)
+
+
+def test_a_step_is_the_optimisers(tmp_path: Path) -> None:
+    """Four steps of the loop against the same four written out."""
+    recipe = dataclasses.replace(SMALL, dropout=0.0, drop_path=0.0, micro=32, steps=4, warmup=1, clip=0.5)
+    run = make_run(tmp_path / "a", recipe)
+    other = make_run(tmp_path / "b", recipe)
+    model = other.core
+    kernels = [p for n, p in model.named_parameters() if n.endswith("weight") and p.ndim > 1]
+    rest = [p for n, p in model.named_parameters() if not (n.endswith("weight") and p.ndim > 1)]
+    adam = torch.optim.AdamW([{"params": kernels, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
+    data = other.plan.data.train
+    loader = TrainLoader(data, (8, 8), recipe.augment, other.plan.preprocess, batch=32, seed=recipe.seed)
+    batches = loader.batches()
+    for step in range(4):
+        run.step(step)
+        batch = next(batches)
+        loss = torch.nn.functional.cross_entropy(model(batch.images), batch.targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in adam.param_groups:
+            group["lr"] = learning_rate(step, base=recipe.lr, steps=4, warmup=1, decay="cosine")
+        adam.step()
+        adam.zero_grad()
+        assert run.window[step][1].item() == pytest.approx(loss.item(), rel=1e-5)
+    for (name, ours), theirs in zip(run.core.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_rates_in_the_log_are_the_schedules(tmp_path: Path) -> None:
+    go(tmp_path, evaluate_every=20)
+    steps = [r for r in records(tmp_path) if "lr" in r]
+    assert [r["step"] for r in steps] == list(range(1, 21))
+    for r in steps:
+        t = r["step"] - 1
+        expected = learning_rate(t, base=SMALL.lr, steps=20, warmup=3, decay="cosine")
+        assert r["lr"] == expected
+
+
+def test_frozen_body_stays_and_head_learns(tmp_path: Path) -> None:
+    recipe = dataclasses.replace(SMALL, freeze="body", weight_decay=0.3)
+    run = make_run(tmp_path, recipe)
+    before = {name: p.detach().clone() for name, p in run.core.named_parameters()}
+    for step in range(3):
+        run.step(step + 3)
+    for name, p in run.core.named_parameters():
+        assert torch.equal(p, before[name]) != name.startswith("head."), name
+
+
+def test_a_run_from_a_run(tmp_path: Path) -> None:
+    """Fine-tuning starts where the weights are: with frozen body and no rate, the features are those of the weights."""
+    go(tmp_path / "first")
+    go(tmp_path / "second", weights=str(tmp_path / "first"), freeze="body", lr=0.0, seed=9, per_class=5)
+    first, second = load(tmp_path / "first"), load(tmp_path / "second")
+    images = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(first(images), second(images))
+
+
+def test_weights_decide_what_the_model_is(tmp_path: Path) -> None:
+    go(tmp_path / "first", steps=4)
+    with pytest.raises(UserError, match="depth=2, not 3"):
+        go(tmp_path / "second", weights=str(tmp_path / "first"), depth=3)
+
+
+def test_masked_run_leaves_a_model_without_a_head(tmp_path: Path) -> None:
+    outcome = go(tmp_path, objective="masked")
+    assert load(tmp_path).config.classes == 0
+    assert outcome.report["prior"] > 0
+    assert outcome.report["loss"] > 0
+
+
+def test_recomputed_activations_change_nothing(tmp_path: Path) -> None:
+    plain = gradient(tmp_path / "a", dataclasses.replace(SMALL, micro=32))
+    again = gradient(tmp_path / "b", dataclasses.replace(SMALL, micro=32, recompute=True))
+    assert plain[0] == again[0]
+    assert all(torch.equal(plain[1][k], again[1][k]) for k in plain[1])
+
+
+def test_out_of_memory_shrinks_the_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that cannot take more than ten images at a time is given eight."""
+    recipe = dataclasses.replace(SMALL, micro=32, dropout=0.0, drop_path=0.0)
+    run = make_run(tmp_path / "small", recipe)
+    whole = run.goal.loss
+
+    class Tight:
+        def __getattr__(self, name: str) -> object:
+            return getattr(goal, name)
+
+        def loss(self, module: torch.nn.Module, batch: object, step: int) -> Tensor:
+            if len(batch.images) > 10:  # type: ignore[attr-defined]
+                raise torch.OutOfMemoryError("no room")
+            return whole(module, batch, step)  # type: ignore[arg-type]
+
+    goal, run.goal = run.goal, Tight()  # type: ignore[assignment]
+    run.step(0)
+    assert run.micro == 8
+    assert "going on with 8" in capsys.readouterr().err
+    plain = make_run(tmp_path / "plain", recipe)
+    plain.step(0)
+    assert run.window[0][1].item() == pytest.approx(plain.window[0][1].item(), rel=1e-5)
+
+
+def test_micro_batches_fit_and_divide() -> None:
+    assert fit_micro(4096, image_bytes=10, state_bytes=0, free=10_000) == 512  # 800 fit; 512 divides
+    assert fit_micro(4096, image_bytes=10, state_bytes=7000, free=10_000) == 64
+    assert fit_micro(96, image_bytes=1, state_bytes=0, free=100) == 48
+    assert fit_micro(96, image_bytes=1, state_bytes=0, free=1) == 1
+    assert divisors(12) == [12, 6, 4, 3, 2, 1]
+
+
+def test_every_test_image_is_counted_once(tmp_path: Path) -> None:
+    """599 images in batches of 32: the last one partial."""
+    outcome = go(tmp_path, steps=4)
+    hits = outcome.report["accuracy"] * 599
+    assert hits == pytest.approx(round(hits), abs=1e-9)
+
+
+def test_recipe_beside_the_checkpoint_is_resolved(tmp_path: Path) -> None:
+    go(tmp_path, steps=None, epochs=1.0)
+    said = json.loads((tmp_path / "recipe.json").read_text())
+    assert said["recipe"]["steps"] == round(1198 / 32)
+    assert said["labels"] == [str(n) for n in range(10)]
+    assert said["model"]["kind"] == "vit"
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"warmup": 20}, "warm-up"),
+        ({"micro": 7}, "divide"),
+        ({"objective": "masked", "pool": "attention"}, "pool"),
+        ({"data": "nowhere"}, "nowhere"),
+        ({"device": "tpux"}, "tpux"),
+    ],
+)
+def test_settings_that_cannot_work(tmp_path: Path, change: dict[str, object], word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        go(tmp_path / "run", **change)
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    go(tmp_path, tensorboard=True)
+    board = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    losses = [r["loss"] for r in records(tmp_path) if "loss" in r]
+    assert [e.value for e in board.Scalars("loss")] == pytest.approx(losses, rel=1e-6)
+    assert board.Scalars("ema/accuracy")

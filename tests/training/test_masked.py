@@ -1,0 +1,133 @@
+"""Masked patch prediction: which patches, what becomes of them, what is predicted."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import vitlab
+from vitlab.config import Preprocess, UserError
+from vitlab.data.loader import Batch
+from vitlab.training.masked import COLOURS, MaskedPatches, PredictPatches, colours, corrupt
+
+PATCHES = 196
+IMAGES = 600  # 117,600 patches
+
+
+def share_is(found: int, of: int, expected: float) -> bool:
+    """Within five deviations of a binomial: fails by chance once in a million."""
+    return abs(found - of * expected) < 5 * math.sqrt(of * expected * (1 - expected))
+
+
+def test_half_is_corrupted_and_shared_out_80_10_10() -> None:
+    fate = corrupt(seed=3, step=17, index=torch.arange(IMAGES), patches=PATCHES)
+    total, chosen = IMAGES * PATCHES, int(fate.chosen.sum())
+    assert total >= 100_000
+    assert share_is(chosen, total, 0.5)
+    assert share_is(int(fate.masked.sum()), chosen, 0.8)
+    assert share_is(int(fate.swapped.sum()), chosen, 0.1)
+    assert not (fate.masked & fate.swapped).any()
+    assert not ((fate.masked | fate.swapped) & ~fate.chosen).any()
+
+
+def test_each_place_and_image_is_corrupted_as_often() -> None:
+    fate = corrupt(seed=0, step=0, index=torch.arange(2000), patches=64)
+    by_place, by_image = fate.chosen.sum(0), fate.chosen.sum(1)
+    assert all(share_is(int(n), 2000, 0.5) for n in by_place)
+    assert by_image.float().var().item() == pytest.approx(64 * 0.25, rel=0.2)  # a binomial's
+
+
+def test_swapped_patches_take_any_other_evenly() -> None:
+    fate = corrupt(seed=1, step=5, index=torch.arange(3000), patches=9)
+    away = (fate.other - torch.arange(9)) % 9
+    assert (away != 0).all()
+    counts = torch.bincount(away.flatten(), minlength=9)[1:]
+    assert all(share_is(int(n), 27_000, 1 / 8) for n in counts)
+
+
+def test_a_function_of_seed_step_and_image() -> None:
+    whole = corrupt(7, 3, torch.arange(50), 49)
+    part = corrupt(7, 3, torch.tensor([31, 4]), 49)
+    assert torch.equal(part.chosen, whole.chosen[[31, 4]])
+    assert torch.equal(part.other, whole.other[[31, 4]])
+    for other in (corrupt(8, 3, torch.arange(50), 49), corrupt(7, 4, torch.arange(50), 49)):
+        agree = (other.chosen == whole.chosen).float().mean().item()
+        assert 0.4 < agree < 0.6  # unrelated, not merely shifted
+
+
+@pytest.mark.parametrize("preprocess", [Preprocess(), Preprocess(mean=(0.4, 0.5, 0.3), std=(0.2, 0.25, 0.3))])
+def test_targets_are_the_three_bit_mean_colour(preprocess: Preprocess) -> None:
+    rng = np.random.default_rng(0)
+    base = rng.integers(0, 256, (2, 3, 3, 2))  # a colour per patch, (B, C, h, w)
+    pixels = np.clip(base.repeat(4, 2).repeat(4, 3) + rng.integers(-20, 20, (2, 3, 12, 8)), 0, 255)
+    mean, std = (np.array(v)[:, None, None] for v in (preprocess.mean, preprocess.std))
+    images = torch.tensor((pixels / 255 - mean) / std, dtype=torch.float32)
+    found = colours(images, preprocess, stride=4)
+    for b in range(2):
+        for row in range(3):
+            for column in range(2):
+                patch = pixels[b, :, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] / 255
+                r, g, b_ = (min(7, int(patch[c].mean() * 8)) for c in range(3))
+                assert found[b, 2 * row + column] == 64 * r + 8 * g + b_
+
+
+def test_white_is_the_last_class_and_black_the_first() -> None:
+    assert colours(torch.ones(1, 3, 4, 4), Preprocess(), 4).item() == COLOURS - 1
+    assert colours(-torch.ones(1, 3, 4, 4), Preprocess(), 4).item() == 0
+
+
+def small() -> MaskedPatches:
+    torch.manual_seed(0)
+    model = MaskedPatches(vitlab.create("Ti/4", image_size=16, depth=2, width=32, mlp=64, heads=2, classes=0))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def test_embeddings_are_replaced_as_the_fate_says() -> None:
+    model = small()
+    images = torch.randn(3, 3, 16, 16)
+    fate = corrupt(0, 0, torch.arange(3), 16)
+    seen: list[Tensor] = []
+    model.vit.encode = lambda x: seen.append(x) or torch.zeros(3, 17, 32)  # type: ignore[assignment, func-returns-value]
+    model(images, fate)
+    plain = model.vit.patches(images)
+    for b in range(3):
+        for n in range(16):
+            if fate.masked[b, n]:
+                expected = model.mask
+            elif fate.swapped[b, n]:
+                expected = plain[b, fate.other[b, n]]
+            else:
+                expected = plain[b, n]
+            assert torch.equal(seen[0][b, n], expected)
+
+
+def test_loss_counts_corrupted_patches_only() -> None:
+    model = small()
+    images = torch.rand(4, 3, 16, 16) * 2 - 1
+    index = torch.arange(4)
+    goal = PredictPatches(Preprocess(), seed=2, grid=(4, 4), stride=4)
+    batch = Batch(images, index, torch.zeros(4, 1), index)
+    fate, targets = corrupt(2, 9, index, 16), colours(images, Preprocess(), 4)
+    logs = model(images, fate).log_softmax(-1)
+    total = sum(-logs[b, n, targets[b, n]].item() for b in range(4) for n in range(16) if fate.chosen[b, n])
+    assert goal.loss(model, batch, step=9).item() == pytest.approx(total / (0.5 * 64), rel=1e-5)
+
+
+def test_prior_is_the_entropy_of_the_colours() -> None:
+    goal = PredictPatches(Preprocess(), seed=0, grid=(1, 1), stride=4)
+    counts = [0.0] * COLOURS
+    counts[3], counts[9] = 30.0, 10.0
+    report = goal.report([40.0, 20.0, 60.0, *counts])
+    assert report["prior"] == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+    assert report["accuracy"] == 0.5
+    assert report["loss"] == 1.5
+
+
+def test_attention_pooling_is_refused() -> None:
+    model = vitlab.create("Ti/4", image_size=16, depth=1, width=32, mlp=64, heads=2, classes=0, pool="attention")
+    with pytest.raises(UserError, match="pool"):
+        MaskedPatches(model)

@@ -1,0 +1,193 @@
+"""Recipes: the paper's rows one by one, and settings that are read, refused or changed."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from vitlab.config import UserError, from_json, to_json
+from vitlab.cost import cost
+from vitlab.data.transforms import Augment
+from vitlab.models.variants import build, configure
+from vitlab.recipes import AUGREG, GFLOPS, RECIPES, command, find, length, operations, ready, run_flops
+from vitlab.training.recipe import Recipe, override, resolved
+
+# The paper's table 3, written out: name, epochs, base LR, decay, weight decay, dropout.
+PRETRAINING = """
+B/16-jft      7   8e-4 linear 0.1  0
+B/32-jft      7   8e-4 linear 0.1  0
+L/32-jft      7   6e-4 linear 0.1  0
+L/16-jft-7    7   4e-4 linear 0.1  0
+L/16-jft-14   14  4e-4 linear 0.1  0
+H/14-jft      14  3e-4 linear 0.1  0
+R50x1-jft     7   1e-3 linear 0.1  0
+R50x2-jft     7   1e-3 linear 0.1  0
+R101x1-jft    7   8e-4 linear 0.1  0
+R152x1-jft    7   6e-4 linear 0.1  0
+R152x2-jft    7   6e-4 linear 0.1  0
+R50+B/16-jft  7   8e-4 linear 0.1  0
+R50+B/32-jft  7   8e-4 linear 0.1  0
+R50+L/32-jft  7   2e-4 linear 0.1  0
+R50+L/16-jft-7  7  4e-4 linear 0.1 0
+R50+L/16-jft-14 14 4e-4 linear 0.1 0
+B/16-i21k     90  1e-3 linear 0.03 0.1
+B/32-i21k     90  1e-3 linear 0.03 0.1
+L/16-i21k-30  30  1e-3 linear 0.03 0.1
+L/16-i21k-90  90  1e-3 linear 0.03 0.1
+L/32-i21k-30  30  1e-3 linear 0.03 0.1
+L/32-i21k-90  90  1e-3 linear 0.03 0.1
+B/16-imagenet 300 3e-3 cosine 0.3  0.1
+B/32-imagenet 300 3e-3 cosine 0.3  0.1
+L/16-imagenet 300 3e-3 cosine 0.3  0.1
+L/32-imagenet 300 3e-3 cosine 0.3  0.1
+"""
+ROWS = [line.split() for line in PRETRAINING.strip().splitlines()]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_pretraining_is_the_papers_table(row: list[str]) -> None:
+    name, epochs, lr, decay, weight_decay, dropout = row
+    r = find(name).recipe
+    assert r.model == name.rsplit("-jft")[0].rsplit("-i21k")[0].rsplit("-imagenet")[0]
+    assert (r.epochs, r.lr, r.decay) == (float(epochs), float(lr), decay)
+    assert (r.weight_decay, r.dropout or 0) == (float(weight_decay), float(dropout))
+    assert (r.batch, r.image_size, r.warmup) == (4096, (224, 224), 10_000)
+    assert (r.optimiser, r.beta1, r.beta2) == ("adamw", 0.9, 0.999)
+    assert r.clip == (1.0 if "imagenet" in name else 0.0)
+    assert r.objective == ("softmax" if "imagenet" in name else "sigmoid")
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "warmup", "rates"),
+    [
+        ("imagenet", 20_000, 500, (0.003, 0.01, 0.03, 0.06)),
+        ("cifar100", 10_000, 500, (0.001, 0.003, 0.01, 0.03)),
+        ("cifar10", 10_000, 500, (0.001, 0.003, 0.01, 0.03)),
+        ("pets", 500, 100, (0.001, 0.003, 0.01, 0.03)),
+        ("flowers", 500, 100, (0.001, 0.003, 0.01, 0.03)),
+        ("vtab", 2_500, 500, (0.01,)),
+    ],
+)
+def test_finetuning_is_the_papers_table(name: str, steps: int, warmup: int, rates: tuple[float, ...]) -> None:
+    entry = find(f"{name}-finetune")
+    r = entry.recipe
+    assert (r.steps, r.warmup, entry.searched) == (steps, warmup, rates)
+    assert r.lr in rates
+    assert (r.optimiser, r.momentum, r.batch, r.decay) == ("sgd", 0.9, 512, "cosine")
+    assert (r.weight_decay, r.clip, r.image_size) == (0.0, 1.0, (384, 384))
+
+
+def test_large_models_at_high_resolution_are_averaged() -> None:
+    for name, model, side in (("imagenet-finetune-512", "L/16", 512), ("imagenet-finetune-518", "H/14", 518)):
+        r = find(name).recipe
+        assert (r.model, r.image_size, r.ema) == (model, (side, side), 0.9999)
+
+
+def test_augreg_levels() -> None:
+    levels = {name: (a.mixup, a.layers, a.magnitude) for name, a in AUGREG.items()}
+    assert levels == {
+        "none": (0, 0, Augment().magnitude),
+        "light1": (0, 2, 0),
+        "light2": (0.2, 2, 10),
+        "medium1": (0.2, 2, 15),
+        "medium2": (0.5, 2, 15),
+        "strong1": (0.5, 2, 20),
+        "strong2": (0.8, 2, 20),
+    }
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_builds_and_goes_through_json(name: str) -> None:
+    recipe = find(name).recipe
+    assert from_json(Recipe, json.loads(json.dumps(to_json(recipe)))) == recipe
+    configure(recipe.model, recipe.model_settings() | {"classes": 10})
+    assert name in command(name)
+    assert operations(run_flops(recipe))
+    assert length(recipe)
+
+
+@pytest.mark.parametrize("key", [("Ti/2", 8), ("Ti/8", 64), ("S/32", 224), ("B/16", 384), ("R50x1", 224)])
+def test_costs_are_those_of_the_models(key: tuple[str, int]) -> None:
+    recipe = next(e.recipe for e in RECIPES.values() if (e.recipe.model, e.recipe.image_size[0]) == key)
+    found = cost(lambda: build(configure(recipe.model, recipe.model_settings() | {"classes": 1000}))).forward_flops
+    assert found / 1e9 == pytest.approx(GFLOPS[key], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "exaflops"), [("B/32-jft", 55), ("B/16-jft", 224), ("L/16-jft-14", 1567), ("H/14-jft", 4262)]
+)
+def test_costs_are_those_the_paper_prints(name: str, exaflops: float) -> None:
+    assert run_flops(find(name).recipe) / 1e18 == pytest.approx(exaflops, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", GFLOPS)
+def test_all_costs_are_those_of_the_models(key: tuple[str, int]) -> None:
+    test_costs_are_those_of_the_models(key)
+
+
+# ---- settings
+
+
+def test_override_reads_recipe_and_augmentation() -> None:
+    r = override(
+        find("digits").recipe, ["steps=120", "mixup=0.5", "area=0.2,0.9", "image_size=16", "ema=0", "workers=2"]
+    )
+    assert (r.steps, r.augment.mixup, r.augment.area) == (120, 0.5, (0.2, 0.9))
+    assert (r.image_size, r.ema, r.workers) == ((16, 16), 0.0, 2)
+    assert r.augment.flip == find("digits").recipe.augment.flip
+
+
+def test_epochs_and_steps_replace_each_other() -> None:
+    assert override(find("digits").recipe, ["epochs=3"]).steps is None
+    assert override(find("B/16-jft").recipe, ["steps=3"]).epochs is None
+    with pytest.raises(UserError, match="epochs or steps"):
+        override(find("digits").recipe, ["epochs=3", "steps=3"])
+
+
+@pytest.mark.parametrize(
+    ("pair", "said"),
+    [
+        ("stepz=3", "did you mean 'steps'"),
+        ("mixop=3", "did you mean 'mixup'"),
+        ("steps=many", "steps must be an integer"),
+        ("optimiser=lion", "'adamw' or 'sgd'"),
+        ("steps", "key=value"),
+        ("batch=0", "batch must be at least 1"),
+        ("ema=1", "ema"),
+        ("lr=-1", "lr"),
+        ("lr=nan", "lr"),
+    ],
+)
+def test_wrong_settings_are_named(pair: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        override(find("digits").recipe, [pair])
+
+
+def test_names_are_guessed() -> None:
+    with pytest.raises(UserError, match="did you mean 'digits'"):
+        find("digit")
+    with pytest.raises(UserError, match="did you mean 'B/16-imagenet'"):
+        find("B16-imagenet")
+
+
+def test_what_only_the_user_has_is_asked_for() -> None:
+    with pytest.raises(UserError, match="data=SOURCE"):
+        ready("B/16-jft", find("B/16-jft").recipe)
+    with pytest.raises(UserError, match="weights=FILE"):
+        ready("cifar10-finetune", find("cifar10-finetune").recipe)
+    given: dict[str, Any] = {"weights": "x.npz"}
+    recipe = dataclasses.replace(find("cifar10-finetune").recipe, **given)
+    assert ready("cifar10-finetune", recipe) is recipe
+
+
+def test_resolution_counts_steps() -> None:
+    r = resolved(find("B/16-imagenet").recipe, images=1_281_167, tests=50_000, world=8)
+    assert r.steps == round(300 * 1_281_167 / 4096)
+    assert r.epochs is None
+    assert r.evaluate_every == -(-r.steps // 10)
+    short = resolved(find("digits").recipe, images=1198, tests=10**6, world=1)
+    assert short.evaluate_every == short.steps  # a large test set is not gone through ten times for a small run
+    with pytest.raises(UserError, match="multiple of 3"):
+        resolved(find("B/16-imagenet").recipe, images=1_281_167, tests=50_000, world=3)

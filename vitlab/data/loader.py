@@ -1,0 +1,262 @@
+"""Batches for training and evaluation, from files by workers or from a set held in the device's memory.
+
+The samples of training are one endless stream: epoch after epoch, each in its own seeded order. Global batch number
+`step` is places step * batch … of that stream, so it is a function of (seed, step) alone; a rank takes its contiguous
+slice. Every draw hangs on (seed, epoch, index). Nothing here has a state to save: to resume is to start at a step.
+"""
+
+import itertools
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitlab.config import Preprocess, Size, UserError
+from vitlab.data.draws import ORDER, SHARDS, Ints, Keys, keys, permutation
+from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, targets
+from vitlab.data.resident import Resident, worth_holding
+from vitlab.data.sources import Source
+from vitlab.data.transforms import Augment, normalised
+from vitlab.data.workers import CHUNK, Broken, Chunk, Cutter, Order, read_chunks
+
+log = logging.getLogger("vitlab")
+
+WINDOW = 4  # shards whose images are shuffled among each other
+BROKEN_LIMIT = 0.1  # share of a set that may be broken before training stops
+
+
+@dataclass(frozen=True)
+class Batch:
+    """b images with labels; `targets` are smoothed and mixed, `index` is the place of each image in its source."""
+
+    images: Tensor  # (b, 3, h, w), normalised
+    labels: Tensor  # (b,) int64
+    targets: Tensor  # (b, K) float32
+    index: Tensor  # (b,) int64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The images of a rank's slice of one batch, then those of other ranks that they are mixed with."""
+
+    index: Ints  # (m,)
+    key: Keys  # (m,)
+    partner: Ints  # (b,) places in `index`, b <= m
+    mix: Mix | None
+
+
+class TrainLoader:
+    """Endless augmented batches; batch number `step` is the same whatever the workers, ranks and restarts.
+
+    `resident` holds the whole set in the device's memory and augments it there; None does so where it fits. Choose
+    the same on resuming: the two ways cut the same crops but round differently.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        image_size: Size,
+        augment: Augment,
+        preprocess: Preprocess,
+        *,
+        batch: int,
+        seed: int = 0,
+        workers: int = 0,
+        device: str | torch.device = "cpu",
+        rank: int = 0,
+        world: int = 1,
+        resident: bool | None = None,
+        broken_limit: float = BROKEN_LIMIT,
+    ) -> None:
+        if batch < 1 or batch % world:
+            raise UserError(f"a batch of {batch} does not divide among {world} ranks; use a multiple of {world}")
+        if len(source) == 0:
+            raise UserError("there are no images to train on")
+        self.source, self.size, self.augment, self.preprocess = source, image_size, augment, preprocess
+        self.batch, self.seed, self.workers, self.device = batch, seed, workers, torch.device(device)
+        self.rank, self.world, self.broken_limit = rank, world, broken_limit
+        self.broken: dict[int, str] = {}  # those met so far
+        self.labels = torch.from_numpy(source.labels)
+        self._orders: dict[int, Ints] = {}
+        hold = worth_holding(source, image_size, self.device) if resident is None else resident
+        self.held = Resident(source, image_size, preprocess, workers, self.device) if hold else None
+        if self.held:
+            self._note_broken(self.held.broken)
+
+    @property
+    def resident(self) -> bool:
+        return self.held is not None
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return len(self.source) / self.batch
+
+    def batches(self, step: int = 0) -> Iterator[Batch]:
+        """Batches from number `step` on."""
+        if self.held:
+            for number in itertools.count(step):
+                plan = self.plan(number)
+                yield self._finish(plan, *self.held.cut(plan.index, plan.key, self.augment))
+        each = self.batch // self.world
+        chunk = min(CHUNK, math.ceil(each / max(1, self.workers)))
+        ahead = max(2, math.ceil(2 * each / (chunk * max(1, self.workers))))  # two batches, over all workers
+        orders = (part for number in itertools.count(step) for part in split(self.plan(number), chunk))
+        cutter = Cutter(self.source, self.size, self.preprocess, self.augment)
+        chunks = read_chunks(cutter, orders, self.workers, ahead, self.device.type == "cuda")
+        for number in itertools.count(step):
+            plan = self.plan(number)
+            yield self._finish(plan, *self._gather(chunks, math.ceil(len(plan.index) / chunk)))
+
+    def plan(self, step: int) -> Plan:
+        """What batch number `step` is made of."""
+        place = step * self.batch + np.arange(self.batch)
+        epoch = place // len(self.source)
+        index = np.concatenate([self.order(int(e))[place[epoch == e] % len(self.source)] for e in np.unique(epoch)])
+        key = keys(self.seed, epoch, index)
+        low, high = (self.batch * r // self.world for r in (self.rank, self.rank + 1))
+        mine = np.arange(low, high)
+        mix = draw_mix(key[mine & ~1], self.augment)
+        if mix is None:
+            return Plan(index[mine], key[mine], np.arange(len(mine)), None)
+        other = partners(self.batch)[mine]
+        places = np.concatenate([mine, np.setdiff1d(other, mine)])
+        found = {place: i for i, place in enumerate(places.tolist())}
+        return Plan(index[places], key[places], np.array([found[p] for p in other.tolist()]), mix)
+
+    def order(self, epoch: int) -> Ints:
+        """The order of an epoch; where images lie in shards, a few shards are read and shuffled at a time."""
+        if epoch not in self._orders:
+            while len(self._orders) > 2:
+                del self._orders[next(iter(self._orders))]
+            self._orders[epoch] = self._ordered(epoch)
+        return self._orders[epoch]
+
+    def _ordered(self, epoch: int) -> Ints:
+        groups = self.source.groups
+        if groups is None:
+            return permutation(len(self.source), self.seed, epoch)
+        names, group = np.unique(groups, return_inverse=True)
+        window = keys(self.seed, epoch, SHARDS, names).argsort().argsort() // WINDOW
+        return np.lexsort((keys(self.seed, epoch, ORDER, np.arange(len(groups))), window[group]))
+
+    def _gather(self, chunks: Iterator[Chunk], count: int) -> tuple[Tensor, Tensor]:
+        taken = list(itertools.islice(chunks, count))
+        self._note_broken([bad for chunk in taken for bad in chunk.broken])
+        pixels = torch.cat([chunk.pixels.to(self.device, non_blocking=True) for chunk in taken])
+        return pixels, torch.cat([chunk.index for chunk in taken])
+
+    def _finish(self, plan: Plan, pixels: Tensor, index: Tensor) -> Batch:
+        labels = self.labels[index].to(self.device, non_blocking=True)
+        goal = targets(labels, len(self.source.classes), self.augment.label_smoothing)
+        images, b = normalised(pixels, self.preprocess), len(plan.partner)
+        if plan.mix is not None:
+            partner = torch.from_numpy(plan.partner).to(self.device, non_blocking=True)
+            images, own = mix_images(images, plan.mix, partner)
+            goal = torch.lerp(goal[partner], goal[:b], own[:, None])
+        return Batch(images, labels[:b], goal, index[:b].to(self.device, non_blocking=True))
+
+    def _note_broken(self, broken: list[Broken]) -> None:
+        for index, name, why in broken:
+            if index not in self.broken:
+                self.broken[index] = name
+                log.warning("a broken image was skipped: %s (%s)", name, why)
+        if len(self.broken) > self.broken_limit * len(self.source):
+            raise UserError(
+                f"{len(self.broken)} of {len(self.source)} training images cannot be read, such as {name}; "
+                f"mend or remove them, or raise broken_limit ({self.broken_limit:g})"
+            )
+
+
+def split(plan: Plan, chunk: int) -> Iterator[Order]:
+    pairs = list(zip(plan.index.tolist(), plan.key.tolist(), strict=True))
+    for start in range(0, len(pairs), chunk):
+        yield pairs[start : start + chunk]
+
+
+# ---- evaluation
+
+
+class EvalLoader:
+    """Every image exactly once over all ranks, in order, the last partial batch included.
+
+    Ranks may differ by one image, so by one batch. With `resident` the framed bytes stay in the device's memory after
+    the first pass; the batches are the same to the bit.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        image_size: Size,
+        preprocess: Preprocess,
+        *,
+        batch: int,
+        workers: int = 0,
+        device: str | torch.device = "cpu",
+        rank: int = 0,
+        world: int = 1,
+        resident: bool | None = None,
+    ) -> None:
+        self.source, self.size, self.preprocess = source, image_size, preprocess
+        self.batch, self.workers, self.device = batch, workers, torch.device(device)
+        self.low, self.high = (len(source) * r // world for r in (rank, rank + 1))
+        self.labels = torch.from_numpy(source.labels)
+        self.keep = worth_holding(source, image_size, self.device) if resident is None else resident
+        self.kept: list[Tensor] = []
+
+    def __len__(self) -> int:
+        return math.ceil((self.high - self.low) / self.batch)
+
+    def batches(self) -> Iterator[Batch]:
+        """One pass; a broken image is an error."""
+        done = len(self.kept) == len(self)
+        kept: list[Tensor] = []
+        for start, pixels in zip(self._starts(), self.kept if done else self._read(), strict=True):
+            if self.keep:
+                kept.append(pixels)
+            index = torch.arange(start, start + len(pixels))
+            labels = self.labels[index].to(self.device)
+            goal = targets(labels, len(self.source.classes), 0.0)
+            yield Batch(normalised(pixels, self.preprocess), labels, goal, index.to(self.device))
+        self.kept = kept
+
+    def _starts(self) -> range:
+        return range(self.low, self.high, self.batch)
+
+    def _read(self) -> Iterator[Tensor]:
+        size = min(CHUNK, math.ceil(self.batch / max(1, self.workers)))
+        parts = [range(s, min(s + self.batch, self.high)) for s in self._starts()]
+        orders = ([(i, 0) for i in part[at : at + size]] for part in parts for at in range(0, len(part), size))
+        cutter = Cutter(self.source, self.size, self.preprocess, None)
+        chunks = read_chunks(cutter, orders, self.workers, 4, self.device.type == "cuda")
+        for part in parts:
+            taken = itertools.islice(chunks, math.ceil(len(part) / size))
+            yield torch.cat([chunk.pixels.to(self.device, non_blocking=True) for chunk in taken])
+
+
+def eval_batches(
+    source: Source,
+    image_size: Size,
+    preprocess: Preprocess,
+    *,
+    batch: int,
+    workers: int = 0,
+    device: str | torch.device = "cpu",
+    rank: int = 0,
+    world: int = 1,
+) -> Iterator[Batch]:
+    """One pass over a source; for several passes make an EvalLoader, which can keep what it has read."""
+    return EvalLoader(
+        source,
+        image_size,
+        preprocess,
+        batch=batch,
+        workers=workers,
+        device=device,
+        rank=rank,
+        world=world,
+        resident=False,
+    ).batches()

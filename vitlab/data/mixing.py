@@ -1,0 +1,69 @@
+"""Mixup and CutMix: each image of a batch is blended with its neighbour in the order of the epoch.
+
+Partners are the two places 2k and 2k + 1 of the global batch. The order is random, so the pairs are; and they do not
+depend on how many ranks share the batch, while hardly ever asking a rank for an image that is not its own.
+
+Shapes: b images, K classes, h and w the input's height and width.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitlab.data.draws import CUTMIX, MIXUP, Floats, Ints, Keys, beta, uniforms
+from vitlab.data.transforms import Augment
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Of each image: the weight of its own pixels under Mixup, and the box that CutMix takes from its partner."""
+
+    own: Floats  # (b,) 1 where CutMix was drawn
+    box: Floats  # (b, 4) left, top, right, bottom in shares of the sides; empty where Mixup was drawn
+
+
+def partners(batch: int) -> Ints:
+    """The place that each place of a batch is mixed with; the last of an odd batch takes the one before it."""
+    places = np.arange(batch)
+    return np.where((places ^ 1) < batch, places ^ 1, np.maximum(places - 1, 0))
+
+
+def draw_mix(key: Keys, augment: Augment) -> Mix | None:
+    """The draws of each image, from the key of the first of its pair; None where nothing is mixed."""
+    if not augment.mixup and not augment.cutmix:
+        return None
+    n = len(key)
+    cut = np.full(n, not augment.mixup)
+    if augment.mixup and augment.cutmix:
+        cut = uniforms(key, CUTMIX, 3)[:, 2] < 0.5
+    own, box = np.ones(n), np.zeros((n, 4))
+    if augment.mixup:
+        share = beta(key, MIXUP, augment.mixup)
+        own = np.where(cut, 1.0, np.maximum(share, 1 - share))  # an image stays mostly itself
+    if augment.cutmix:
+        half = np.sqrt(1 - beta(key, CUTMIX + 100, augment.cutmix))[:, None] / 2
+        centre = uniforms(key, CUTMIX, 3)[:, :2]
+        box = np.where(cut[:, None], np.concatenate([centre - half, centre + half], 1).clip(0, 1), 0.0)
+    return Mix(own, box)
+
+
+def mix_images(images: Tensor, mix: Mix, partner: Tensor) -> tuple[Tensor, Tensor]:
+    """Mixed images, and for each the share that is its own, (b,); `partner` (b,) are places in `images`."""
+    h, w = images.shape[2:]
+    own = torch.from_numpy(mix.own).float().to(images.device)
+    edges = torch.from_numpy(np.round(mix.box * [w, h, w, h])).float().to(images.device)
+    x, y = torch.arange(w, device=images.device), torch.arange(h, device=images.device)
+    inside_x = (x >= edges[:, :1]) & (x < edges[:, 2:3])  # (b, w)
+    inside_y = (y >= edges[:, 1:2]) & (y < edges[:, 3:])  # (b, h)
+    taken = (inside_y[:, :, None] & inside_x[:, None, :])[:, None]  # (b, 1, h, w)
+    weight = torch.where(taken, 0.0, own[:, None, None, None])
+    mixed = torch.lerp(images[partner], images[: len(partner)], weight)
+    return mixed, weight.mean((1, 2, 3))
+
+
+def targets(labels: Tensor, classes: int, smoothing: float) -> Tensor:
+    """Smoothed one-hot targets, (b, K)."""
+    return F.one_hot(labels, classes).float() * (1 - smoothing) + smoothing / classes

@@ -1,0 +1,407 @@
+"""The one loop, for pre-training and fine-tuning: steps, evaluation, checkpoints, and an end that leaves a model.
+
+Everything random is a function of (seed, step), so a run that was stopped anywhere goes on as if nothing happened:
+the loader's batches, the model's dropout (its generator is seeded before every micro-batch), the masks.
+"""
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from vitlab.config import Stopped, UserError, ViTConfig
+from vitlab.cost import cost
+from vitlab.data.draws import keys
+from vitlab.data.loader import Batch, EvalLoader, TrainLoader
+from vitlab.data.sources import Data
+from vitlab.models.variants import build
+from vitlab.models.vit import ViT
+from vitlab.training import checkpoint, sharded
+from vitlab.training.checkpoint import Facts
+from vitlab.training.masked import MaskedPatches, PredictPatches
+from vitlab.training.measure import measure
+from vitlab.training.objectives import Classify, Goal, sigmoid_loss, softmax_loss
+from vitlab.training.optim import Average, clip, learning_rate, make_optimiser, set_rate
+from vitlab.training.parallel import Cluster, gradients, joined, pick_workers, whole, wrap
+from vitlab.training.progress import Bar, Board, Log, peak
+from vitlab.training.recipe import Recipe
+from vitlab.training.signals import listening, threads
+from vitlab.training.start import Plan, divisors, fit_micro, free_bytes, last, make_plan
+from vitlab.weights import save
+
+LOG = "log.jsonl"
+MOST_TESTED = 256  # images of a test batch
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its folder, its last test report, and how long it took this time."""
+
+    folder: Path
+    report: dict[str, float]
+    seconds: float
+
+
+def train(
+    recipe: Recipe, out: str | Path, *, resume: bool = False, console: Console | None = None, data: Data | None = None
+) -> Outcome:
+    """Run a recipe in the folder `out`; with `resume`, go on where it stopped."""
+    began = time.monotonic()
+    with joined(recipe.device) as cluster, threads(recipe.threads):
+        plan = make_plan(recipe, Path(out), cluster, resume=resume, data=data)
+        run = Run(plan, cluster, console or Console())
+        try:
+            run.go()
+        finally:
+            run.close()
+        return Outcome(plan.out, run.report, time.monotonic() - began)
+
+
+class Run:
+    def __init__(self, plan: Plan, cluster: Cluster, console: Console) -> None:
+        r = plan.recipe
+        self.plan, self.recipe, self.cluster = plan, r, cluster
+        self.steps = r.steps or 0
+        self.bf16 = r.precision == "bfloat16" or (r.precision == "auto" and has_bf16(cluster.device))
+        self.core, self.goal = self.make_core()
+        compiled = r.compile == "yes" or (r.compile == "auto" and cluster.device.type == "cuda")
+        self.module = wrap(self.core, cluster, recompute=r.recompute, compiled=compiled, shard=r.shard)
+        self.optimiser = make_optimiser(
+            self.core, r.optimiser, weight_decay=r.weight_decay, betas=(r.beta1, r.beta2), momentum=r.momentum
+        )
+        self.average = Average(self.core, r.ema) if r.ema else None
+        self.flops = 0
+        facts = self.take_up()
+        self.done, self.best, self.micro = facts.step, facts.best, facts.micro
+        self.bar = Bar(console, self.steps, self.done, shown=cluster.first)
+        self.log = Log(plan.out / LOG, facts.log_bytes) if cluster.first else None
+        self.board = Board(plan.out / "tensorboard", self.done) if cluster.first and r.tensorboard else None
+        self.window: list[tuple[int, Tensor, Tensor]] = []  # steps not yet logged: their losses stay on the device
+        self.report: dict[str, float] = {}
+        self.clock = time.monotonic()
+        self.loader, self.tester = self.make_loaders()
+        self.batches = self.stream(self.done)
+
+    # ---- getting ready
+
+    def make_core(self) -> tuple[nn.Module, Goal]:
+        """The module that learns, on its device, and what it learns."""
+        model, r, config = self.plan.model(), self.recipe, self.plan.config
+        core: nn.Module = model
+        goal: Goal = Classify(sigmoid_loss if r.objective == "sigmoid" else softmax_loss)
+        if r.objective == "masked":
+            if not isinstance(model, ViT) or not isinstance(config, ViTConfig):
+                raise UserError(f"masked patch prediction needs a transformer, and {r.model} is a ResNet")
+            core, goal = MaskedPatches(model), PredictPatches(self.plan.preprocess, r.seed, config.grid, config.stride)
+        if r.freeze == "body":
+            for name, p in core.named_parameters():
+                p.requires_grad_(name.startswith("head."))
+        return core.to(self.cluster.device), goal
+
+    def take_up(self) -> Facts:
+        """The state to continue from; at the very beginning, the micro-batch is chosen."""
+        found = self.plan.found
+        if found is None:
+            return Facts(step=0, log_bytes=0, micro=self.choose_micro(), best=None)
+        for torn in found.torn:
+            self.warn(f"passed over the checkpoint {torn}")
+        if self.sharded:
+            state = sharded.load(found.folder, self.core)
+        else:
+            state = checkpoint.load(found.folder)
+        checkpoint.restore(state, self.core, self.optimiser, self.average)
+        self.cluster.barrier()
+        if self.cluster.first:
+            checkpoint.tidy(last(self.plan.out), found.folder)
+        return found.facts
+
+    @property
+    def sharded(self) -> bool:
+        return self.module is self.core and self.cluster.world > 1
+
+    def choose_micro(self) -> int:
+        share = self.recipe.batch // self.cluster.world
+        if self.recipe.micro is not None:
+            if share % self.recipe.micro:
+                near = min(divisors(share), key=lambda d: abs(d - (self.recipe.micro or 0)))
+                raise UserError(f"micro={self.recipe.micro} does not divide a process's batch of {share}; {near} does")
+            return self.recipe.micro
+        image = cost(lambda: build(self.plan.config)).activation_bytes * (1 if self.bf16 else 2)
+        state = 16 * sum(p.numel() for p in self.core.parameters())  # gradient, two moments and an average, float32
+        return fit_micro(share, image, state, free_bytes(self.cluster.device))
+
+    def make_loaders(self) -> tuple[TrainLoader, EvalLoader]:
+        p, r, c = self.plan, self.recipe, self.cluster
+        workers = pick_workers(c.device) if r.workers is None else r.workers
+        train = TrainLoader(
+            p.data.train,
+            p.config.image_size,
+            r.augment,
+            p.preprocess,
+            batch=self.micro * c.world,
+            seed=r.seed,
+            workers=workers,
+            device=c.device,
+            rank=c.rank,
+            world=c.world,
+            broken_limit=r.broken_limit,
+        )
+        test = EvalLoader(
+            p.data.test,
+            p.config.image_size,
+            p.preprocess,
+            batch=min(2 * self.micro, MOST_TESTED),  # without a backward pass, twice as many fit
+            workers=workers,
+            device=c.device,
+            rank=c.rank,
+            world=c.world,
+        )
+        return train, test
+
+    def stream(self, step: int) -> Iterator[Batch]:
+        """Micro-batches of this process, from a step on."""
+        self.loader.batch = self.micro * self.cluster.world
+        return self.loader.batches(step * self.parts)
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of a step."""
+        return self.recipe.batch // (self.micro * self.cluster.world)
+
+    # ---- going
+
+    def go(self) -> None:
+        r = self.recipe
+        with listening() as asked, self.bar:
+            for step in range(self.done, self.steps):
+                self.step(step)
+                self.done = done = step + 1
+                stop = self.agreed(asked, done)
+                end = done == self.steps
+                if end or stop or done % r.log_every == 0:
+                    self.flush()
+                if end or done % (r.evaluate_every or self.steps) == 0:
+                    self.evaluate()
+                if end or stop or done % r.checkpoint_every == 0:
+                    self.save()
+                if stop and not end:
+                    raise Stopped(stop, f"stopped at step {done} of {self.steps}, saved; continue with --resume")
+            self.finish()
+
+    def agreed(self, asked: list[int], done: int) -> int:
+        """The signal to stop by, if any; many processes ask each other now and then, to stop at the same step."""
+        if self.cluster.world == 1:
+            return asked[-1] if asked else 0
+        if done % self.recipe.log_every:
+            return 0
+        numbers = torch.zeros(self.cluster.world, dtype=torch.long)
+        numbers[self.cluster.rank] = asked[-1] if asked else 0
+        return int(self.cluster.sum(numbers).max())
+
+    def step(self, step: int) -> None:
+        r = self.recipe
+        set_rate(self.optimiser, self.rate(step))
+        while True:
+            try:
+                loss = self.backward(step)
+                break
+            except torch.OutOfMemoryError as error:
+                self.shrink(step, error)
+        norm = clip(self.core.parameters(), r.clip)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        if self.average is not None:
+            self.average.update(step)
+        self.window.append((step + 1, loss, norm))
+
+    def backward(self, step: int) -> Tensor:
+        """Gradients of the whole batch, micro-batch by micro-batch; this process's mean loss."""
+        self.module.train()
+        total = torch.zeros((), device=self.cluster.device)
+        for part in range(self.parts):
+            batch = next(self.batches)
+            torch.manual_seed(draw_seed(self.recipe.seed, step, part, self.cluster.rank))
+            with gradients(self.module, last=part == self.parts - 1):
+                with self.autocast():
+                    loss = self.goal.loss(self.module, batch, step) / self.parts
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def shrink(self, step: int, error: Exception) -> None:
+        """Out of memory: a smaller micro-batch, and the step again from its beginning."""
+        smaller = [d for d in divisors(self.micro) if d < self.micro]
+        if not smaller or self.cluster.world > 1:
+            raise UserError(
+                f"out of memory with micro-batches of {self.micro} images; set micro={smaller[0] if smaller else 1}, "
+                "recompute=true, or a smaller image_size or model"
+            ) from error
+        self.warn(f"out of memory with micro-batches of {self.micro} images; going on with {smaller[0]}")
+        self.micro = smaller[0]
+        self.optimiser.zero_grad()
+        torch.cuda.empty_cache()
+        self.batches = self.stream(step)
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.cluster.device.type, torch.bfloat16, enabled=self.bf16)
+
+    def warn(self, line: str) -> None:
+        if self.cluster.first:
+            Console(stderr=True).print(f"warning: {line}", highlight=False, markup=False)
+
+    # ---- keeping records
+
+    def flush(self) -> None:
+        """Log the steps since the last time; a loss that is no number ends the run before it is saved."""
+        if not self.window:
+            return
+        steps, losses, norms = zip(*self.window, strict=True)
+        self.window = []
+        values = torch.stack([torch.stack(losses), torch.stack([n.to(losses[0]) for n in norms])])
+        values[0] = self.cluster.sum(values[0].clone()) / self.cluster.world
+        values = values.double().cpu()
+        for step, loss, norm in zip(steps, values[0].tolist(), values[1].tolist(), strict=True):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise UserError(
+                    f"the loss of step {step} is {loss} and its gradient's norm {norm}: the run diverged; the last "
+                    f"checkpoint is sound: start again in a new --out with a lower lr, a longer warmup or clip=1"
+                )
+            record = {"step": step, "loss": loss, "grad_norm": norm, "lr": self.rate(step - 1)}
+            self.write(record)
+        now = time.monotonic()
+        speed = len(steps) * self.recipe.batch / max(1e-9, now - self.clock)
+        self.clock = now
+        self.show_speed(steps[-1], values[0, -1].item(), speed)
+
+    def rate(self, step: int) -> float:
+        r = self.recipe
+        return learning_rate(step, base=r.lr, steps=self.steps, warmup=r.warmup, decay=r.decay)
+
+    def show_speed(self, step: int, loss: float, speed: float) -> None:
+        """Speed has records of its own: unlike all others, they differ from run to run."""
+        words = {"loss": f"{loss:.4f}", "images/s": f"{speed:.0f}"}
+        record: dict[str, Any] = {"speed": {"step": step, "images_per_second": round(speed, 1)}}
+        top = peak(self.cluster.device)
+        if top is not None:
+            self.flops = self.flops or cost(lambda: build(self.plan.config)).train_flops
+            used = speed * self.flops / top / self.cluster.world
+            words["MFU"] = f"{used:.0%}"
+            record["speed"]["mfu"] = round(used, 4)
+        self.write(record)
+        self.bar.update(step, **words)
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self.log is not None:
+            with checkpoint.disk_errors(self.plan.out / LOG):
+                self.log.write(record)
+        if self.board is not None and "step" in record:
+            self.board.write(record)
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Every test image exactly once, with the raw weights and with the averaged ones."""
+        self.flush()  # the log is in the order of steps, wherever a run was cut
+        record: dict[str, Any] = {"step": self.done, "test": self.measure()}
+        if self.average is not None:
+            with self.average.applied():
+                record["ema"] = self.measure()
+        self.write(record)
+        self.report = record.get("ema", record["test"])
+        self.bar.update(self.done, accuracy=f"{self.report['accuracy']:.2%}")
+        score = self.goal.score(self.report)
+        if self.best is None or score > self.best:
+            self.best = score
+            self.save_best()
+        self.clock = time.monotonic()
+
+    def measure(self) -> dict[str, float]:
+        self.module.eval()
+        most = -(-len(self.plan.data.test) // self.cluster.world)  # images of the process that has most
+        module = self.module if self.sharded else self.core
+        with self.autocast():
+            return measure(
+                self.goal,
+                module,
+                self.tester.batches(),
+                self.plan.config.image_size,
+                self.cluster,
+                passes=-(-most // self.tester.batch),
+            )
+
+    def save(self) -> None:
+        """checkpoints/last: all that is needed to go on."""
+        self.flush()
+        state = checkpoint.state_of(self.core, self.optimiser, self.average)
+        length = self.log.flush() if self.log is not None else 0
+        facts = Facts(self.done, length, self.micro, self.best)
+        if self.sharded:
+            sharded.save(last(self.plan.out), state, facts, self.cluster)
+        elif self.cluster.first:
+            checkpoint.save(last(self.plan.out), state, facts)
+        self.cluster.barrier()
+
+    def save_best(self) -> None:
+        """checkpoints/best: the model alone, as `vitlab.load` takes it."""
+        weights = self.final_weights()
+        if self.cluster.first:
+            place = self.plan.out / "checkpoints" / "best"
+            checkpoint.replace(place, lambda new: self.write_model(new, weights))
+            shutil.rmtree(checkpoint.sibling(place, "old"), ignore_errors=True)
+        self.cluster.barrier()
+
+    def final_weights(self) -> dict[str, Tensor]:
+        """The model's weights in one piece, averaged if the run averages."""
+        averaged = self.average.applied() if self.average is not None else nullcontext()
+        with averaged:
+            model = self.core.vit if isinstance(self.core, MaskedPatches) else self.core
+            return {name: whole(tensor).detach().cpu().clone() for name, tensor in model.state_dict().items()}
+
+    def write_model(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        model = build(self.plan.config)
+        model.load_state_dict(weights)
+        labels = None if self.recipe.objective == "masked" else self.plan.data.classes
+        try:
+            save(model, folder, preprocess=self.plan.preprocess, labels=labels)
+        except UserError as error:
+            raise OSError(str(error)) from error  # told together with what becomes of the run
+
+    def finish(self) -> None:
+        """DIR/model.safetensors and DIR/config.json are the model."""
+        weights = self.final_weights()
+        if self.cluster.first:
+            with checkpoint.disk_errors(self.plan.out):
+                self.write_model(self.plan.out, weights)
+        if not self.report:  # taken up after its last step
+            self.report = last_report(self.plan.out / LOG)
+        self.cluster.barrier()
+
+    def close(self) -> None:
+        for record in (self.log, self.board):
+            if record is not None:
+                record.close()
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Only where the hardware has it; emulated, as on most CPUs, it takes minutes an image."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def draw_seed(*parts: int) -> int:
+    """A seed for the model's own draws, from what they belong to."""
+    return int(keys(*parts)[0] >> np.uint64(1))
+
+
+def last_report(log: Path) -> dict[str, float]:
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    tests = [record for record in records if "test" in record]
+    return dict(tests[-1].get("ema", tests[-1]["test"])) if tests else {}

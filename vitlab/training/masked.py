@@ -1,0 +1,145 @@
+"""Masked patch prediction, the paper's self-supervision: corrupt half of the patches, predict their mean colour.
+
+Of the corrupted patches 80 % become a learned mask embedding, 10 % another patch's embedding, 10 % stay as they
+are. The target is the patch's mean colour in 3 bits a channel: 8 x 8 x 8 = 512 classes. What becomes of a patch
+is a hash of (seed, step, image, patch), so a resumed run corrupts the same patches.
+
+Shapes: B batch, N patches, D width.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitlab.config import Preprocess, Size, UserError
+from vitlab.data.loader import Batch
+from vitlab.models.vit import ViT
+
+LEVELS = 8
+COLOURS = LEVELS**3
+CORRUPTED, MASKED, SWAPPED = 0.5, 0.8, 0.1
+TEST = -1  # the step of evaluation
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """What becomes of each patch, all (B, N): which are to be predicted, which of them are masked or swapped."""
+
+    chosen: Tensor
+    masked: Tensor
+    swapped: Tensor
+    other: Tensor  # the patch whose embedding a swapped one takes
+
+
+def corrupt(seed: int, step: int, index: Tensor, patches: int) -> Corruption:
+    """The fate of every patch of the images `index`, (B,), at a step."""
+    place = torch.arange(patches, device=index.device)
+    image = mixed(mixed(mixed(torch.zeros_like(index, dtype=torch.long) + seed) + step) + index)  # (B,)
+    keys = mixed(image[:, None] + place)  # (B, N)
+    first, second = uniform(mixed(keys + 1)), uniform(mixed(keys + 2))
+    away = 1 + shifted(mixed(keys + 3), 1) % max(1, patches - 1)  # 1 ... N-1: always another patch
+    chosen = first < CORRUPTED
+    return Corruption(
+        chosen,
+        chosen & (second < MASKED),
+        chosen & (second >= MASKED) & (second < MASKED + SWAPPED),
+        (place + away) % patches,
+    )
+
+
+def colours(images: Tensor, preprocess: Preprocess, stride: int) -> Tensor:
+    """The class of each patch, (B, N): mean colour in pixel space, 3 bits a channel, red the most significant."""
+    mean = torch.tensor(preprocess.mean, device=images.device)[:, None, None]
+    std = torch.tensor(preprocess.std, device=images.device)[:, None, None]
+    pixels = images.float() * std + mean  # (B, 3, height, width) in [0, 1]
+    average = F.avg_pool2d(pixels, stride)
+    level = (average * LEVELS).long().clamp(0, LEVELS - 1)
+    red, green, blue = level.unbind(1)
+    return ((red * LEVELS + green) * LEVELS + blue).flatten(1)
+
+
+class MaskedPatches(nn.Module):
+    """A ViT that predicts the colours of corrupted patches; the ViT inside is what the run is for."""
+
+    def __init__(self, vit: ViT) -> None:
+        super().__init__()
+        if vit.pool is not None:
+            raise UserError("masked patch prediction trains no pooling; use pool=token or pool=mean, not attention")
+        self.vit = vit
+        self.mask = nn.Parameter(torch.zeros(vit.config.width))
+        nn.init.normal_(self.mask, std=0.02)
+        self.head = nn.Linear(vit.config.width, COLOURS)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, images: Tensor, fate: Corruption) -> Tensor:
+        """Logits of the colour of every patch, (B, N, 512)."""
+        x = self.vit.patches(images)  # (B, N, D)
+        swapped = x.gather(1, fate.other[..., None].expand_as(x))
+        x = torch.where(fate.swapped[..., None], swapped, x)
+        x = torch.where(fate.masked[..., None], self.mask.to(x.dtype), x)
+        return self.head(self.vit.encode(x)[:, int(self.vit.config.token) :])
+
+
+@dataclass(frozen=True)
+class PredictPatches:
+    """The goal: colours of corrupted patches. On the test set every image is corrupted the same way each time."""
+
+    preprocess: Preprocess
+    seed: int
+    grid: Size
+    stride: int
+
+    def loss(self, module: nn.Module, batch: Batch, step: int) -> Tensor:
+        losses, _, _, fate = self.predict(module, batch, step)
+        expected = CORRUPTED * losses.numel()  # not how many were drawn: a mean over micro-batches must add up
+        return (losses * fate.chosen).sum() / expected
+
+    def measure(self, module: nn.Module, batch: Batch) -> Tensor:
+        losses, logits, targets, fate = self.predict(module, batch, TEST)
+        right = (logits.argmax(-1) == targets) & fate.chosen
+        sums = torch.stack([fate.chosen.sum(), right.sum(), (losses * fate.chosen).sum()])
+        return torch.cat([sums, torch.bincount(targets[fate.chosen], minlength=COLOURS).to(sums)])
+
+    def report(self, sums: list[float]) -> dict[str, float]:
+        """`prior` is the least loss that any fixed guess can have on these patches: the entropy of their colours."""
+        patches, right, loss, *colours = sums
+        prior = -sum(n / patches * math.log(n / patches) for n in colours if n)
+        return {"accuracy": right / patches, "loss": loss / patches, "prior": prior}
+
+    def score(self, report: dict[str, float]) -> float:
+        return -report["loss"]
+
+    def predict(self, module: nn.Module, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor, Corruption]:
+        fate = corrupt(self.seed, step, batch.index, self.grid[0] * self.grid[1])
+        targets = colours(batch.images, self.preprocess, self.stride)
+        logits = module(batch.images, fate)
+        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        return losses, logits, targets, fate
+
+
+# ---- splitmix64 on tensors, whose 64-bit integers wrap around
+
+WRAP = 1 << 64
+GAMMA, FIRST, SECOND = (x - WRAP for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def mixed(x: Tensor) -> Tensor:
+    """Every bit of the input turns half of the bits of the output."""
+    x = x + GAMMA
+    x = (x ^ shifted(x, 30)) * FIRST
+    x = (x ^ shifted(x, 27)) * SECOND
+    return x ^ shifted(x, 31)
+
+
+def shifted(x: Tensor, bits: int) -> Tensor:
+    """To the right, filled with zeros; torch fills with the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniform(x: Tensor) -> Tensor:
+    """The upper 24 bits as a float32 in [0, 1), exact on every device."""
+    return shifted(x, 40).float() / (1 << 24)

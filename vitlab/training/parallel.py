@@ -1,0 +1,135 @@
+"""One model on many devices. Everything about it is here: the model and the loop's arithmetic know nothing of it.
+
+Started by torchrun, each process finds its rank in the environment; started plainly, there is one process. The
+model is wrapped by one function: activation checkpointing, then compilation, then sharding.
+"""
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from vitlab.config import UserError
+
+Shard = Literal["ddp", "fsdp"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """This process among the others."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all processes, in every one of them."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of this process: "auto" is the best there is; of several GPUs, each process takes its own."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"there is no device '{name}'; write auto, cpu, cuda or mps") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device={name}, and torch sees no GPU here; use device=auto")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return device
+
+
+def pick_workers(device: torch.device) -> int:
+    """Processes that read images: a process's share of the cores; on a CPU the model needs most of them itself."""
+    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(16, cores - 1) if device.type == "cuda" else cores // 4
+
+
+@contextmanager
+def joined(device: str = "auto") -> Iterator[Cluster]:
+    """This process as part of the run torchrun started, or alone."""
+    place = pick_device(device)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        yield Cluster(place)
+        return
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+    try:
+        yield Cluster(place, dist.get_rank(), world)
+    finally:
+        dist.destroy_process_group()
+
+
+def wrap(module: nn.Module, cluster: Cluster, *, recompute: bool, compiled: bool, shard: Shard) -> nn.Module:
+    """The module as the loop calls it; parameters keep their names in the module itself, which is changed in place."""
+    sharded = cluster.world > 1 and shard == "fsdp"
+    if recompute:
+        for block in blocks(module):
+            # the method is replaced on the instance, so that neither names nor types of modules change
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    if compiled:
+        for part in blocks(module) if sharded else [module]:  # sharding hooks would cut a whole graph to pieces
+            part.compile()
+    if cluster.world == 1:
+        return module
+    if not sharded:
+        ids = [cluster.device.index] if cluster.device.type == "cuda" else None
+        return DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False)
+    mesh = dist.device_mesh.init_device_mesh(cluster.device.type, (cluster.world,))
+    for block in blocks(module):
+        fully_shard(block, mesh=mesh)
+    # by default the outermost stays whole after a pass without gradients, and averages could not be swapped in
+    fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    return module
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """The repeated parts: a transformer's blocks and a ResNet's units."""
+    from vitlab.models.axial import AxialBlock
+    from vitlab.models.resnet import BiTUnit, StemUnit
+    from vitlab.models.vit import Block
+
+    inner = {part for m in module.modules() if isinstance(m, AxialBlock) for part in (m.rows, m.columns)}
+    kinds = (AxialBlock, Block, BiTUnit, StemUnit)
+    return [m for m in module.modules() if isinstance(m, kinds) and m not in inner]
+
+
+@contextmanager
+def gradients(module: nn.Module, last: bool) -> Iterator[None]:
+    """Gradients are exchanged after the last micro-batch of a step only."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+        yield
+        return
+    held: Any = nullcontext() if last or not isinstance(module, DistributedDataParallel) else module.no_sync()
+    with held:
+        yield
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor in one piece, gathered from the processes that hold its parts."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -1,0 +1,93 @@
+"""Checkpoints of a sharded run: every process writes its own pieces, through torch.distributed.checkpoint.
+
+Its metadata is a pickle, so it is read by an unpickler that admits the classes it is made of and nothing else.
+"""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_pieces
+from torch.distributed.checkpoint.state_dict_saver import save as save_pieces
+
+from vitlab.config import UserError
+from vitlab.training import checkpoint
+from vitlab.training.checkpoint import Facts, disk_errors, seal, sibling
+from vitlab.training.parallel import Cluster
+
+METADATA = ".metadata"
+ADMITTED = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
+        *("StorageMeta", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", "float32", "float64", "bfloat16", "float16", "int64"},
+    "pathlib": {"PosixPath", "Path"},
+    "pathlib._local": {"PosixPath", "Path"},
+    "collections": {"OrderedDict"},
+}
+
+
+class Reader(FileSystemReader):
+    """Reads tensors from files; the metadata through `Unpickler`."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # the signature is the parent's
+        metadata = read_metadata(Path(self.path))
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in ADMITTED.get(module, ()):
+            raise UserError(f"the checkpoint's metadata asks for {module}.{name}, which does not belong there")
+        return super().find_class(module, name)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    with (folder / METADATA).open("rb") as file:
+        metadata = Unpickler(file).load()
+    if not isinstance(metadata, Metadata):
+        raise UserError(f"{folder / METADATA} is not the metadata of a checkpoint")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):  # anything else would be unpickled too
+            raise UserError(f"'{name}' in {folder} is not a tensor; the checkpoint is not used")
+    return metadata
+
+
+def save(folder: Path, state: dict[str, Tensor], facts: Facts, cluster: Cluster) -> None:
+    """As `checkpoint.save`, by all processes together: the first of them makes room, seals and renames."""
+    new = sibling(folder, "new")
+    if cluster.first:
+        with disk_errors(folder):
+            checkpoint.make_room(folder)
+    cluster.barrier()
+    with disk_errors(folder):
+        save_pieces(dict(state), storage_writer=FileSystemWriter(new, overwrite=True))
+    cluster.barrier()
+    if cluster.first:
+        with disk_errors(folder):
+            seal(new, facts)
+            checkpoint.put_in_place(folder)
+
+
+def load(folder: Path, module: nn.Module) -> dict[str, Tensor]:
+    """The state with each tensor sharded as the module's parameter of that name is now."""
+    parameters = dict(module.named_parameters())
+    own = module.state_dict()
+    state: dict[str, Tensor] = {}
+    for key, entry in read_metadata(folder).state_dict_metadata.items():
+        part, _, name = key.partition("/")
+        like = own[name] if part == "model" else parameters[name.rpartition("/")[0] if part == "optimiser" else name]
+        scalar = isinstance(entry, TensorStorageMetadata) and not entry.size
+        state[key] = torch.zeros(()) if scalar else torch.zeros_like(like)
+    load_pieces(dict(state), storage_reader=Reader(folder))
+    return state
