@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from small_runs import SMALL, go, records
 from torch import Tensor
 
-from runs import SMALL, go, records
 from vitlab.config import UserError
 from vitlab.data.loader import TrainLoader
 from vitlab.training.loop import Run

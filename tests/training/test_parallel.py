@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import records
 from safetensors.torch import load_file
+from small_runs import records
 
 VITLAB = Path(sys.executable).with_name("vitlab")
 SETTINGS = (

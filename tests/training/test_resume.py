@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from small_runs import SMALL, assert_same_run, go, records
 
-from runs import SMALL, assert_same_run, go, records
 from vitlab.config import Stopped, UserError
 from vitlab.training import checkpoint
 from vitlab.training.loop import Run
