@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
+# Small models on few cores: threads that wait for each other cost more than they bring.
+test test-slow: export OMP_NUM_THREADS = 1
+
 .PHONY: demo test test-slow lint clean
 
 demo: $(READY)

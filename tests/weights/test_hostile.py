@@ -33,6 +33,7 @@ def attempt(source: Path) -> tuple[str, int]:
         read, write = os.pipe()
         child = os.fork()
         if not child:
+            torch.set_num_threads(1)  # the parent's pool of threads did not come along
             os.write(write, work().encode()[:4000])
             os._exit(0)
         os.close(write)
