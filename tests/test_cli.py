@@ -1,5 +1,6 @@
 """The command line as a user meets it: a process, its exit code, what it prints."""
 
+import re
 import subprocess
 import sys
 import time
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vitlab.cli import main
+from vitlab.cli import app, main
 
 VITLAB = Path(sys.executable).with_name("vitlab")
 
@@ -30,7 +31,7 @@ def test_help_answers_at_once() -> None:
 def test_help_does_not_import_torch() -> None:
     code = """
 import sys
-from vitlab.cli import main
+from vitlab.cli import app, main
 sys.argv = ["vitlab", "--help"]
 try:
     main()
@@ -41,11 +42,26 @@ finally:
     assert done.stdout.splitlines()[-1] == "False"
 
 
-@pytest.mark.parametrize("verb", ["demo", "models", "cost"])
+VERBS = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_shows_an_example(verb: str) -> None:
     done = vitlab(verb, "--help")
     assert done.returncode == 0
     assert "Example" in done.stdout
+    assert f"vitlab {verb}" in done.stdout
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/data.md", "docs/training.md", "docs/weights.md", "docs/design.md"])
+def test_pages_name_verbs_and_options_that_exist(page: str) -> None:
+    text = (Path(__file__).parents[1] / page).read_text()
+    for block in re.findall(r"```\n(.*?)```", text, re.DOTALL):
+        for line in block.splitlines():
+            if match := re.search(r"\bvitlab (\w+)(.*?)(?: {3,}|#|$)", line):
+                assert match[1] in VERBS, line
+                known = vitlab(match[1], "--help").stdout
+                assert all(option in known for option in re.findall(r"--[a-z-]+", match[2])), line
 
 
 def test_cost() -> None:
