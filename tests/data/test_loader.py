@@ -14,7 +14,7 @@ from PIL import Image
 
 from vitlab.config import Preprocess, UserError
 from vitlab.data.images import BrokenImage, Shrink
-from vitlab.data.loader import Batch, EvalLoader, TrainLoader, eval_batches
+from vitlab.data.loader import Batch, EvalLoader, TrainLoader
 from vitlab.data.resident import Resident, weights, worth_holding
 from vitlab.data.sources import Arrays, open_data
 from vitlab.data.transforms import Augment, eval_image
@@ -184,7 +184,7 @@ def test_every_image_exactly_once(world: int, workers: int) -> None:
     source = arrays(23)
     parts = []
     for rank in range(world):
-        batches = list(eval_batches(source, (16, 16), PLAIN, batch=4, workers=workers, rank=rank, world=world))
+        batches = list(EvalLoader(source, (16, 16), PLAIN, batch=4, workers=workers, rank=rank, world=world).batches())
         assert all(len(batch.labels) == 4 for batch in batches[:-1])
         parts += batches
     assert torch.cat([batch.index for batch in parts]).tolist() == list(range(23))
@@ -204,7 +204,7 @@ def test_kept_evaluation_images_are_the_same() -> None:
 
 
 def test_more_ranks_than_images() -> None:
-    found = [list(eval_batches(arrays(2), (8, 8), PLAIN, batch=4, rank=r, world=3)) for r in range(3)]
+    found = [list(EvalLoader(arrays(2), (8, 8), PLAIN, batch=4, rank=r, world=3).batches()) for r in range(3)]
     assert sum(len(batch.labels) for rank in found for batch in rank) == 2
 
 
@@ -265,7 +265,7 @@ def test_nothing_but_broken_images(resident: bool) -> None:
 def test_broken_images_in_evaluation_are_an_error(damaged: Path, workers: int) -> None:
     source = open_data(str(damaged), holdout=0.01).train
     with pytest.raises(UserError, match=r"a/003.png cannot be read.*mend or remove it"):
-        list(eval_batches(source, (8, 8), PLAIN, batch=8, workers=workers))
+        list(EvalLoader(source, (8, 8), PLAIN, batch=8, workers=workers).batches())
 
 
 class Fatal(Arrays):

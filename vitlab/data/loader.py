@@ -235,28 +235,3 @@ class EvalLoader:
         for part in parts:
             taken = itertools.islice(chunks, math.ceil(len(part) / size))
             yield torch.cat([chunk.pixels.to(self.device, non_blocking=True) for chunk in taken])
-
-
-def eval_batches(
-    source: Source,
-    image_size: Size,
-    preprocess: Preprocess,
-    *,
-    batch: int,
-    workers: int = 0,
-    device: str | torch.device = "cpu",
-    rank: int = 0,
-    world: int = 1,
-) -> Iterator[Batch]:
-    """One pass over a source; for several passes make an EvalLoader, which can keep what it has read."""
-    return EvalLoader(
-        source,
-        image_size,
-        preprocess,
-        batch=batch,
-        workers=workers,
-        device=device,
-        rank=rank,
-        world=world,
-        resident=False,
-    ).batches()

@@ -135,7 +135,7 @@ def image_warnings(summary: Summary) -> list[str]:
     said = []
     for name, split in summary.splits.items():
         if split.broken:
-            said.append(f"{len(split.broken)} {name} images are broken: {named([b[1] for b in split.broken])}")
+            said.append(f"{len(split.broken)} broken in {name}: {named([b[1] for b in split.broken])}")
     if summary.duplicates:
         one, other = summary.duplicates[0]
         said.append(f"{len(summary.duplicates)} images outside train are also in train, such as {other} = {one}")

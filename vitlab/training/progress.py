@@ -113,7 +113,7 @@ class Bar:
         text = "  ".join(f"{key} {value}" for key, value in self.words.items())
         if self.live:
             self.progress.update(self.task, completed=done, words=text)
-        elif self.shown and (time.monotonic() - self.spoke > QUIET or done == self.steps):
+        elif self.shown and time.monotonic() - self.spoke > QUIET:
             self.spoke = time.monotonic()
             rate = (self.spoke - self.began) / max(1, done - self.start)
             self.say(f"step {done}/{self.steps}  {text}  left {duration(rate * (self.steps - done))}")
