@@ -6,13 +6,16 @@ import torch
 from pictures import picture
 from PIL import Image, ImageEnhance, ImageOps
 from scipy import integrate, stats
+from torch import Tensor
 from torchvision import transforms as T
 
 from vitlab.config import Preprocess, UserError
 from vitlab.data.draws import keys
 from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, targets
 from vitlab.data.randaugment import OPERATIONS, randaugment
-from vitlab.data.transforms import Augment, boxes, eval_image, flips, train_image
+from vitlab.data.sources import Arrays
+from vitlab.data.transforms import Augment, boxes, eval_image, flips, normalised
+from vitlab.data.workers import Cutter
 
 PLAIN = Preprocess()
 MANY = keys(1, 0, np.arange(40_000))
@@ -95,7 +98,16 @@ def test_flip_rate() -> None:
     assert not flips(MANY, Augment(flip=False)).any()
 
 
-def test_train_image_is_pillows_crop_and_resize() -> None:
+def train_image(
+    image: Image.Image, size: tuple[int, int], augment: Augment, preprocess: Preprocess, key: int
+) -> Tensor:
+    """What a worker makes of one picture, (3, h, w), normalised."""
+    source = Arrays("one", np.asarray(image)[None], np.zeros(1, np.int64), ("a", "b"))
+    chunk = Cutter(source, size, preprocess, augment).train_chunk([(0, key)], augment)
+    return normalised(chunk.pixels, preprocess)[0]
+
+
+def test_workers_cut_as_pillow_does() -> None:
     image, size = picture(3, 90, 120), (32, 24)
     flipped = set()
     for key in keys(5, 0, np.arange(12)).tolist():

@@ -56,16 +56,6 @@ class Augment:
                 raise UserError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
 
 
-def train_image(image: Image.Image, size: Size, augment: Augment, preprocess: Preprocess, key: int) -> Tensor:
-    """One augmented picture, (3, h, w), normalised; the key decides the draws."""
-    from vitlab.data.randaugment import randaugment
-
-    each = np.array([key], np.uint64)
-    box = boxes(each, np.array([image.width / image.height]), size, augment, preprocess)[0]
-    pixels = cut(image, box, size, preprocess, bool(flips(each, augment)[0]))[None]
-    return normalised(randaugment(pixels, each, augment), preprocess)[0]
-
-
 def eval_image(image: Image.Image, size: Size, preprocess: Preprocess) -> Tensor:
     """One picture framed for evaluation, (3, h, w), normalised."""
     return normalised(eval_pixels(image, size, preprocess)[None], preprocess)[0]
