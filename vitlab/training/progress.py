@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vitlab.config import UserError
 
@@ -89,15 +89,9 @@ class Bar:
         self.live = shown and console.is_terminal
         self.words: dict[str, str] = {}
         self.began, self.start, self.spoke = time.monotonic(), start, 0.0
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(24), TextColumn("{task.fields[words]}"))
-        self.progress = Progress(
-            *columns,
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not self.live,
-        )
+        words = TextColumn("{task.fields[words]}")
+        columns = (MofNCompleteColumn(), BarColumn(10), words, TextColumn("left"), TimeRemainingColumn())
+        self.progress = Progress(*columns, console=console, disable=not self.live)  # fits 80 characters
         self.task = self.progress.add_task("train", total=steps, completed=start, words="")
 
     def __enter__(self) -> Self:
