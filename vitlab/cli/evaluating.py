@@ -1,0 +1,1 @@
+"""Measuring a model: accuracy on a set, and VTAB."""

@@ -1,0 +1,1 @@
+"""Measuring what a model's features know: few-shot and probes."""

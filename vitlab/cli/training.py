@@ -1,0 +1,138 @@
+"""Making models: the demo, pre-training, fine-tuning, and the recipes."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from vitlab.cli.app import app, console
+from vitlab.config import UserError
+
+if TYPE_CHECKING:
+    from vitlab.training.recipe import Recipe
+
+
+@app.command(epilog="Examples: [bold]vitlab demo[/bold], [bold]vitlab demo --out runs/demo[/bold]")
+def demo(out: Annotated[Path | None, typer.Option(help="Keep the run in this folder.")] = None) -> None:
+    """The whole story on built-in data, offline: train a small ViT on handwritten digits and look at its mistakes."""
+    from vitlab.demo import run
+
+    run(console, out)
+
+
+RunSettings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the recipe: lr=0.001 epochs=5 mixup=0.2 ..."),
+]
+Out = Annotated[Path, typer.Option("--out", help="The run's folder.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out as if nothing had happened.")]
+
+
+@app.command(
+    epilog="Examples: [bold]vitlab train digits --out runs/digits[/bold], "
+    "[bold]vitlab train B/16-imagenet data=imagenet:/data/imagenet --out runs/b16[/bold], "
+    "[bold]vitlab train --out runs/digits --resume[/bold], "
+    "[bold]torchrun --nproc-per-node 8 --no-python vitlab train L/16-i21k-90 data=SHARDS shard=fsdp[/bold]",
+)
+def train(
+    recipe: Annotated[str | None, typer.Argument(help="A recipe's name; `vitlab recipes` lists them.")] = None,
+    settings: RunSettings = None,
+    out: Out = Path("run"),
+    resume: Resume = False,
+) -> None:
+    """Train a model by a recipe: from scratch, from weights (weights=FILE), or by masked patches.
+
+    Ctrl-C saves first. When it ends, the folder is a model that every other verb takes.
+    """
+    from vitlab.recipes import find, ready
+    from vitlab.training.recipe import override
+    from vitlab.training.start import stored_recipe
+
+    pairs = settings or []
+    if recipe is None or "=" in recipe:  # the folder knows its recipe
+        pairs = [recipe, *pairs] if recipe else pairs
+        stored = stored_recipe(out) if resume else None
+        if stored is None:
+            raise UserError("name a recipe, as in `vitlab train digits`; `vitlab recipes` lists them")
+        run_recipe(override(stored, pairs), out, resume)
+    else:
+        run_recipe(ready(recipe, override(find(recipe).recipe, pairs)), out, resume)
+
+
+@app.command(
+    epilog="Examples: [bold]vitlab finetune photos/ --from google/vit-base-patch16-224[/bold], "
+    "[bold]vitlab finetune oxford-pets --from weights.npz epochs=3 lr=0.003 --out runs/pets[/bold]",
+)
+def finetune(
+    data: Annotated[str, typer.Argument(help="A folder of class folders, or any other source of images.")],
+    settings: RunSettings = None,
+    weights: Annotated[str | None, typer.Option("--from", help="Weights to start from; none: from scratch.")] = None,
+    out: Out = Path("run"),
+    resume: Resume = False,
+) -> None:
+    """Teach a trained model your classes. What you do not set is chosen to fit the data and this machine."""
+    from vitlab.training.advise import finetune_recipe
+    from vitlab.training.start import stored_recipe
+
+    stored = stored_recipe(out) if resume else None
+    if stored is not None:
+        from vitlab.training.recipe import override
+
+        run_recipe(override(stored, settings or []), out, resume)
+        return
+    advice = finetune_recipe(data, weights, settings or [])
+    for line in advice.lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for line in advice.warnings:
+        console.print(f"[yellow]warning:[/] {escape(line)}", highlight=False, soft_wrap=True)
+    run_recipe(advice.recipe, out, resume)
+
+
+def run_recipe(recipe: "Recipe", out: Path, resume: bool) -> None:
+    """Train, and say how it ended."""
+    from vitlab.training.loop import train
+    from vitlab.training.progress import duration
+
+    outcome = train(recipe, out, resume=resume, console=console)
+    shown = [f"{key} {value:.2%}" if "acc" in key else f"{key} {value:.4f}" for key, value in outcome.report.items()]
+    said = ", ".join(shown)
+    line = f"test: {said}; {duration(outcome.seconds)}; the model is in {out}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command(epilog="Examples: [bold]vitlab recipes[/bold], [bold]vitlab recipes digits[/bold]")
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="One recipe, with all its settings.")] = None,
+) -> None:
+    """List the recipes with what they cost: the paper's tables, AugReg, and runs for one machine."""
+    from vitlab.recipes import RECIPES, command, find, length, operations, run_flops
+
+    if name is not None:
+        entry = find(name)
+        table = Table(show_header=False, title=f"{name}: {entry.about}")
+        rows = {"command": command(name), "cost": operations(run_flops(entry.recipe)), **settings_of(entry.recipe)}
+        rows |= {"LR searched": entry.searched, "time": entry.time, "accuracy to expect": entry.expect}
+        for key, value in rows.items():
+            if value not in (None, "", ()):
+                table.add_row(key, str(value))
+        console.print(table)
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("recipe", "model", "data", "length", "LR", "decay", "exaFLOPs"):
+        table.add_column(heading, no_wrap=True)
+    for name, entry in RECIPES.items():
+        r = entry.recipe
+        cost = f"{run_flops(r) / 1e18:.3g}" if run_flops(r) < 1e21 else f"{run_flops(r) / 1e18:,.0f}"
+        table.add_row(name, r.model, r.data.rpartition("/")[2], length(r), f"{r.lr:g}", r.decay, cost)
+    console.print(table)
+    console.print("The cost is that of the whole run. `vitlab recipes NAME` shows one with all its settings.")
+
+
+def settings_of(recipe: "Recipe") -> dict[str, object]:
+    """A recipe's settings and those of its augmentation, as `key=value` would set them."""
+    from vitlab.config import to_json
+
+    said = to_json(recipe)
+    return {**said, **said.pop("augment"), "augment": None}
