@@ -8,7 +8,7 @@ import vitlab
 ROOT = Path(vitlab.__file__).parent
 # Lower floors first; a module may import from its own floor or below.
 FLOORS = [
-    {"config"},
+    {"config", "device"},
     {"models", "data"},
     {"cost", "plots"},
     {"weights"},

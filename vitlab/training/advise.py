@@ -19,9 +19,9 @@ from vitlab.data.images import BrokenImage
 from vitlab.data.look import class_warnings, image_warnings, summarise
 from vitlab.data.sources import Data, Source, open_data
 from vitlab.data.transforms import Augment
+from vitlab.device import pick_device
 from vitlab.models.variants import Model, build, create
 from vitlab.recipes import DIGITS
-from vitlab.training.parallel import pick_device
 from vitlab.training.progress import duration, peak
 from vitlab.training.recipe import Recipe, count_steps, evaluations, override
 from vitlab.training.start import free_bytes

@@ -24,6 +24,7 @@ from vitlab.cost import cost
 from vitlab.data.draws import keys
 from vitlab.data.loader import Batch, EvalLoader, TrainLoader
 from vitlab.data.sources import Data
+from vitlab.device import has_bf16, pick_workers
 from vitlab.models.variants import build
 from vitlab.models.vit import ViT
 from vitlab.training import checkpoint, sharded
@@ -32,7 +33,7 @@ from vitlab.training.masked import MaskedPatches, PredictPatches
 from vitlab.training.measure import measure
 from vitlab.training.objectives import Classify, Goal, sigmoid_loss, softmax_loss
 from vitlab.training.optim import Average, clip, learning_rate, make_optimiser, set_rate
-from vitlab.training.parallel import Cluster, gradients, joined, pick_workers, whole, wrap
+from vitlab.training.parallel import Cluster, gradients, joined, whole, wrap
 from vitlab.training.progress import Bar, Board, Log, peak
 from vitlab.training.recipe import Recipe
 from vitlab.training.signals import listening, threads
@@ -389,11 +390,6 @@ class Run:
         for record in (self.log, self.board):
             if record is not None:
                 record.close()
-
-
-def has_bf16(device: torch.device) -> bool:
-    """Only where the hardware has it; emulated, as on most CPUs, it takes minutes an image."""
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def draw_seed(*parts: int) -> int:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from vitlab.config import UserError
+from vitlab.device import pick_device
 
 Shard = Literal["ddp", "fsdp"]
 
@@ -44,27 +44,6 @@ class Cluster:
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier()
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of this process: "auto" is the best there is; of several GPUs, each process takes its own."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"there is no device '{name}'; write auto, cpu, cuda or mps") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device={name}, and torch sees no GPU here; use device=auto")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return device
-
-
-def pick_workers(device: torch.device) -> int:
-    """Processes that read images: a process's share of the cores; on a CPU the model needs most of them itself."""
-    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(16, cores - 1) if device.type == "cuda" else cores // 4
 
 
 @contextmanager
