@@ -12,7 +12,7 @@ from torchvision import transforms as T
 from vitlab.config import Preprocess, UserError
 from vitlab.data.draws import keys
 from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, targets
-from vitlab.data.randaugment import OPERATIONS, randaugment
+from vitlab.data.randaugment import OPERATIONS, operate, randaugment
 from vitlab.data.sources import Arrays
 from vitlab.data.transforms import Augment, boxes, eval_image, flips, normalised
 from vitlab.data.workers import Cutter
@@ -148,7 +148,9 @@ def test_augment_refuses() -> None:
 
 def ours(name: str, image: Image.Image, level: float, sign: float = 1.0) -> np.ndarray:
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
-    return OPERATIONS[name](pixels, level, sign, np.array([[0.5, 0.5]]))[0].permute(1, 2, 0).numpy().astype(int)
+    chosen = np.array([OPERATIONS.index(name)])
+    found = operate(pixels, chosen, level, np.array([sign]), np.array([[0.5, 0.5]]))
+    return found[0].permute(1, 2, 0).numpy().astype(int)
 
 
 @pytest.mark.parametrize("level", [0.5, 1.0])

@@ -1,6 +1,7 @@
 """Losses against torch's own and plain sums; counts over every image."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from vitlab.data.loader import Batch
 from vitlab.evaluation.accuracy import Counts, count, hits
-from vitlab.training.measure import measure
+from vitlab.training.measure import blank, measure
 from vitlab.training.objectives import SIGMOID_BIAS, Classify, sigmoid_loss, softmax_loss, start_sigmoid
 from vitlab.training.parallel import Cluster
 
@@ -77,6 +78,7 @@ def test_uneven_batches_are_counted_whole() -> None:
     counts = count(model, parts)
     assert counts == Counts(17, right, 17)  # four classes: all among the first five
     assert Counts(3, 1, 2) + Counts(4, 2, 3) == Counts(7, 3, 5)
-    report = measure(Classify(softmax_loss), model, iter(parts), (2, 2), Cluster(torch.device("cpu")), passes=5)
+    cpu = torch.device("cpu")
+    report = measure(Classify(softmax_loss), model, iter(parts), partial(blank, (2, 2), cpu), Cluster(cpu), passes=5)
     assert report["accuracy"] == right / 17
     assert report["loss"] == pytest.approx(F.cross_entropy(model(images), labels).item(), rel=1e-6)

@@ -35,10 +35,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
-def test_two_processes_are_the_same_run(alone: Path, tmp_path: Path, shard: str) -> None:
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_are_the_same_run(alone: Path, tmp_path: Path, parallel: str) -> None:
     out = tmp_path / "run"
-    start(out, 2, f"shard={shard}")
+    start(out, 2, f"parallel={parallel}")
     ours, theirs = records(alone), records(out)
     for a, b in zip(ours, theirs, strict=True):
         assert a.keys() == b.keys()
@@ -61,14 +61,14 @@ def test_a_sharded_run_is_taken_up_again(tmp_path: Path) -> None:
     """Cut back to the checkpoint before, it ends with the same weights and log."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for out in (whole, cut):
-        start(out, 2, "shard=fsdp")
+        start(out, 2, "parallel=fsdp")
     last, old = cut / "checkpoints" / "last", cut / "checkpoints" / "last.old"
     assert json.loads((old / "state.json").read_text())["step"] == 4
     assert not (last / "state.safetensors").exists()  # in pieces
     (last / "state.json").unlink()
     (cut / "model.safetensors").unlink()
     (cut / "config.json").unlink()
-    start(cut, 2, "shard=fsdp", resume=True)
+    start(cut, 2, "parallel=fsdp", resume=True)
     assert records(whole) == records(cut)
     one, two = load_file(whole / "model.safetensors"), load_file(cut / "model.safetensors")
     assert all(torch.equal(one[key], two[key]) for key in one)

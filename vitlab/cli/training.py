@@ -34,7 +34,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --ou
     epilog="Examples: [bold]vitlab train digits --out runs/digits[/bold], "
     "[bold]vitlab train B/16-imagenet data=imagenet:/data/imagenet --out runs/b16[/bold], "
     "[bold]vitlab train --out runs/digits --resume[/bold], "
-    "[bold]torchrun --nproc-per-node 8 --no-python vitlab train L/16-i21k-90 data=SHARDS shard=fsdp[/bold]",
+    "[bold]torchrun --nproc-per-node 8 --no-python vitlab train L/16-i21k-90 data=SHARDS parallel=fsdp[/bold]",
 )
 def train(
     recipe: Annotated[str | None, typer.Argument(help="A recipe's name; `vitlab recipes` lists them.")] = None,
@@ -47,10 +47,11 @@ def train(
     Ctrl-C saves first. When it ends, the folder is a model that every other verb takes.
     """
     from vitlab.recipes import find, ready
+    from vitlab.training.parallel import restarted
     from vitlab.training.recipe import override
     from vitlab.training.start import stored_recipe
 
-    pairs = settings or []
+    pairs, resume = settings or [], resume or restarted()
     if recipe is None or "=" in recipe:  # the folder knows its recipe
         pairs = [recipe, *pairs] if recipe else pairs
         stored = stored_recipe(out) if resume else None
@@ -74,32 +75,70 @@ def finetune(
 ) -> None:
     """Teach a trained model your classes. What you do not set is chosen to fit the data and this machine."""
     from vitlab.training.advise import finetune_recipe
+    from vitlab.training.parallel import joined, restarted
+    from vitlab.training.recipe import override
     from vitlab.training.start import stored_recipe
 
+    pairs, resume = settings or [], resume or restarted()
     stored = stored_recipe(out) if resume else None
     if stored is not None:
-        from vitlab.training.recipe import override
-
-        run_recipe(override(stored, settings or []), out, resume)
+        run_recipe(override(stored, pairs), out, resume)
         return
-    advice = finetune_recipe(data, weights, settings or [])
-    for line in advice.lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for line in advice.warnings:
-        console.print(f"[yellow]warning:[/] {escape(line)}", highlight=False, soft_wrap=True)
-    run_recipe(advice.recipe, out, resume)
+    with joined(device_of(pairs)) as cluster:  # the processes of one run do as the first one advises
+        advice = cluster.agree(lambda: finetune_recipe(data, weights, pairs))
+        for line in advice.lines if cluster.first else ():
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        for line in advice.warnings if cluster.first else ():
+            console.print(f"[yellow]warning:[/] {escape(line)}", highlight=False, soft_wrap=True)
+        run_recipe(advice.recipe, out, resume)
+
+
+def device_of(pairs: list[str]) -> str:
+    """The device that settings ask for."""
+    return next((pair.removeprefix("device=") for pair in reversed(pairs) if pair.startswith("device=")), "auto")
 
 
 def run_recipe(recipe: "Recipe", out: Path, resume: bool) -> None:
-    """Train, and say how it ended."""
+    """Train, and say how it ended; of many processes, the first one speaks."""
     from vitlab.training.loop import train
     from vitlab.training.progress import duration
 
     outcome = train(recipe, out, resume=resume, console=console)
+    if not outcome.first:
+        return
     shown = [f"{key} {value:.2%}" if "acc" in key else f"{key} {value:.4f}" for key, value in outcome.report.items()]
     said = ", ".join(shown)
     line = f"test: {said}; {duration(outcome.seconds)}; the model is in {out}"
     console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command(
+    epilog="Examples: [bold]vitlab bench digits[/bold], "
+    "[bold]vitlab bench B/16-imagenet 'data=shards/train-{000..099}.tar' batch=512[/bold]",
+)
+def bench(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name; `vitlab recipes` lists them.")],
+    settings: RunSettings = None,
+    seconds: Annotated[float, typer.Option(help="How long to measure each of the three speeds.")] = 10,
+) -> None:
+    """How fast a recipe trains on this machine, and whether the data or the model is what it waits for."""
+    from vitlab.bench import bench as measure
+    from vitlab.recipes import find
+    from vitlab.training.recipe import override
+
+    if not 0 < seconds < float("inf"):
+        raise UserError(f"--seconds must be positive, not {seconds:g}")
+    with console.status("measuring: loader and step together, loader alone, step alone"):
+        found = measure(override(find(recipe).recipe, settings or []), seconds)
+    table = Table(show_header=False, title=f"{recipe}, images per second")
+    used = "" if found.used is None else f", {found.used:.0%} of the device's peak"
+    table.add_row("the loader alone", f"{found.loader:,.0f}")
+    table.add_row("the training step alone, on data in memory", f"{found.step:,.0f}{used}")
+    table.add_row("training: both together", f"{found.both:,.0f}")
+    if found.memory is not None:
+        table.add_row("most memory of the device", f"{found.memory / 1e9:.1f} GB, {found.micro} images at a time")
+    console.print(table)
+    console.print(found.verdict(), highlight=False, soft_wrap=True)
 
 
 @app.command(epilog="Examples: [bold]vitlab recipes[/bold], [bold]vitlab recipes digits[/bold]")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from vitlab.config import UserError
 from vitlab.training.optim import Average
+from vitlab.training.parallel import placed
 from vitlab.weights.files import flush, sha256
 
 TENSORS = "state.safetensors"
@@ -35,6 +36,7 @@ class Facts:
     log_bytes: int  # length of log.jsonl at that step
     micro: int  # images of a micro-batch: another would add up in another order
     best: float | None  # best score so far
+    world: int = 1  # processes, which shared the batch
 
 
 # ---- the state as one flat table of named tensors
@@ -62,15 +64,16 @@ def restore(
         part, _, name = key.partition("/")
         if part == "model":
             with torch.no_grad():
-                own.pop(name).copy_(tensor)
+                like = own.pop(name)
+                like.copy_(placed(tensor, like))
         elif part == "ema" and average is not None:
-            average.weights[name].copy_(tensor)
+            average.weights[name].copy_(placed(tensor, average.weights[name]))
         else:
             name, _, field = name.rpartition("/")
             p = parameters[name]
             # a fused optimiser counts its steps on the device, the others on the CPU
-            moved = tensor.ndim > 0 or optimiser.defaults.get("fused")
-            optimiser.state[p][field] = tensor.to(p.device) if moved else tensor
+            counts = tensor.to(p.device if optimiser.defaults.get("fused") else "cpu")
+            optimiser.state[p][field] = placed(tensor, p) if tensor.ndim else counts
     if own:
         raise UserError(f"the checkpoint lacks {len(own)} tensors of the model, '{next(iter(own))}' among them")
 
@@ -177,7 +180,7 @@ def read_facts(folder: Path) -> Facts:
             raise UserError(f"{name} is missing")
         if sha256(folder / name) != expected:
             raise UserError(f"{name} is torn")
-    return Facts(said["step"], said["log_bytes"], said["micro"], said["best"])
+    return Facts(said["step"], said["log_bytes"], said["micro"], said["best"], said["world"])
 
 
 def tidy(folder: Path, used: Path) -> None:

@@ -4,6 +4,7 @@ Everything random is a function of (seed, step), so a run that was stopped anywh
 the loader's batches, the model's dropout (its generator is seeded before every micro-batch), the masks.
 """
 
+import dataclasses
 import json
 import math
 import shutil
@@ -30,10 +31,10 @@ from vitlab.models.vit import ViT
 from vitlab.training import checkpoint, sharded
 from vitlab.training.checkpoint import Facts
 from vitlab.training.masked import MaskedPatches, PredictPatches
-from vitlab.training.measure import measure
+from vitlab.training.measure import blank, measure
 from vitlab.training.objectives import Classify, Goal, sigmoid_loss, softmax_loss
 from vitlab.training.optim import Average, clip, learning_rate, make_optimiser, set_rate
-from vitlab.training.parallel import Cluster, gradients, joined, whole, wrap
+from vitlab.training.parallel import Cluster, gradients, joined, restarted, whole, wrap
 from vitlab.training.progress import Bar, Board, Log, peak
 from vitlab.training.recipe import Recipe
 from vitlab.training.signals import listening, threads
@@ -51,6 +52,7 @@ class Outcome:
     folder: Path
     report: dict[str, float]
     seconds: float
+    first: bool = True  # of the run's processes
 
 
 def train(
@@ -59,13 +61,13 @@ def train(
     """Run a recipe in the folder `out`; with `resume`, go on where it stopped."""
     began = time.monotonic()
     with joined(recipe.device) as cluster, threads(recipe.threads):
-        plan = make_plan(recipe, Path(out), cluster, resume=resume, data=data)
+        plan = make_plan(recipe, Path(out), cluster, resume=resume or restarted(), data=data)
         run = Run(plan, cluster, console or Console())
         try:
             run.go()
         finally:
             run.close()
-        return Outcome(plan.out, run.report, time.monotonic() - began)
+        return Outcome(plan.out, run.report, time.monotonic() - began, cluster.first)
 
 
 class Run:
@@ -74,13 +76,15 @@ class Run:
         self.plan, self.recipe, self.cluster = plan, r, cluster
         self.steps = r.steps or 0
         self.bf16 = r.precision == "bfloat16" or (r.precision == "auto" and has_bf16(cluster.device))
+        self.dtype = torch.float64 if r.precision == "float64" else torch.float32
         self.core, self.goal = self.make_core()
         compiled = r.compile == "yes" or (r.compile == "auto" and cluster.device.type == "cuda")
-        self.module = wrap(self.core, cluster, recompute=r.recompute, compiled=compiled, shard=r.shard)
+        self.module = wrap(self.core, cluster, recompute=r.recompute, compiled=compiled, parallel=r.parallel)
         self.optimiser = make_optimiser(
             self.core, r.optimiser, weight_decay=r.weight_decay, betas=(r.beta1, r.beta2), momentum=r.momentum
         )
         self.average = Average(self.core, r.ema) if r.ema else None
+        self.saver = sharded.Saver(cluster) if self.sharded else None
         self.flops = 0
         facts = self.take_up()
         self.done, self.best, self.micro = facts.step, facts.best, facts.micro
@@ -107,7 +111,7 @@ class Run:
         if r.freeze == "body":
             for name, p in core.named_parameters():
                 p.requires_grad_(name.startswith("head."))
-        return core.to(self.cluster.device), goal
+        return core.to(self.cluster.device, self.dtype), goal
 
     def take_up(self) -> Facts:
         """The state to continue from; at the very beginning, the micro-batch is chosen."""
@@ -116,14 +120,14 @@ class Run:
             return Facts(step=0, log_bytes=0, micro=self.choose_micro(), best=None)
         for torn in found.torn:
             self.warn(f"passed over the checkpoint {torn}")
-        if self.sharded:
-            state = sharded.load(found.folder, self.core)
-        else:
-            state = checkpoint.load(found.folder)
+        pieces = sharded.in_pieces(found.folder)  # whatever this run writes itself
+        state = sharded.load(found.folder, self.core) if pieces else checkpoint.load(found.folder)
         checkpoint.restore(state, self.core, self.optimiser, self.average)
         self.cluster.barrier()
         if self.cluster.first:
             checkpoint.tidy(last(self.plan.out), found.folder)
+        if found.facts.world != self.cluster.world:  # another share of the batch, so another micro-batch
+            return dataclasses.replace(found.facts, micro=self.choose_micro())
         return found.facts
 
     @property
@@ -172,7 +176,10 @@ class Run:
     def stream(self, step: int) -> Iterator[Batch]:
         """Micro-batches of this process, from a step on."""
         self.loader.batch = self.micro * self.cluster.world
-        return self.loader.batches(step * self.parts)
+        return map(self.cast, self.loader.batches(step * self.parts))
+
+    def cast(self, batch: Batch) -> Batch:
+        return batch if self.dtype == torch.float32 else dataclasses.replace(batch, images=batch.images.to(self.dtype))
 
     @property
     def parts(self) -> int:
@@ -186,6 +193,8 @@ class Run:
         with listening() as asked, self.bar:
             for step in range(self.done, self.steps):
                 self.step(step)
+                if self.saver is not None:
+                    self.saver.check()
                 self.done = done = step + 1
                 stop = self.agreed(asked, done)
                 end = done == self.steps
@@ -194,7 +203,7 @@ class Run:
                 if end or done % (r.evaluate_every or self.steps) == 0:
                     self.evaluate()
                 if end or stop or done % r.checkpoint_every == 0:
-                    self.save()
+                    self.save(wait=bool(end or stop))
                 if stop and not end:
                     raise Stopped(stop, f"stopped at step {done} of {self.steps}, saved; continue with --resume")
             self.finish()
@@ -228,7 +237,7 @@ class Run:
     def backward(self, step: int) -> Tensor:
         """Gradients of the whole batch, micro-batch by micro-batch; this process's mean loss."""
         self.module.train()
-        total = torch.zeros((), device=self.cluster.device)
+        total = torch.zeros((), device=self.cluster.device, dtype=self.dtype)
         for part in range(self.parts):
             batch = next(self.batches)
             torch.manual_seed(draw_seed(self.recipe.seed, step, part, self.cluster.rank))
@@ -333,20 +342,22 @@ class Run:
             return measure(
                 self.goal,
                 module,
-                self.tester.batches(),
-                self.plan.config.image_size,
+                map(self.cast, self.tester.batches()),
+                lambda: self.cast(blank(self.plan.config.image_size, self.cluster.device)),
                 self.cluster,
                 passes=-(-most // self.tester.batch),
             )
 
-    def save(self) -> None:
-        """checkpoints/last: all that is needed to go on."""
+    def save(self, wait: bool) -> None:
+        """checkpoints/last: all that is needed to go on. Sharded runs go on while it is written, unless they end."""
         self.flush()
         state = checkpoint.state_of(self.core, self.optimiser, self.average)
         length = self.log.flush() if self.log is not None else 0
-        facts = Facts(self.done, length, self.micro, self.best)
-        if self.sharded:
-            sharded.save(last(self.plan.out), state, facts, self.cluster)
+        facts = Facts(self.done, length, self.micro, self.best, self.cluster.world)
+        if self.saver is not None:
+            self.saver.save(last(self.plan.out), state, facts)
+            if wait:
+                self.saver.wait()
         elif self.cluster.first:
             checkpoint.save(last(self.plan.out), state, facts)
         self.cluster.barrier()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vitlab.config import Preprocess, Size, UserError
 from vitlab.data.loader import Batch
 from vitlab.models.vit import ViT
+from vitlab.training.objectives import precise
 
 LEVELS = 8
 COLOURS = LEVELS**3
@@ -117,7 +118,7 @@ class PredictPatches:
         fate = corrupt(self.seed, step, batch.index, self.grid[0] * self.grid[1])
         targets = colours(batch.images, self.preprocess, self.stride)
         logits = module(batch.images, fate)
-        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        losses = F.cross_entropy(precise(logits).flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
         return losses, logits, targets, fate
 
 

@@ -1,6 +1,6 @@
 """The test set, every image exactly once, over all processes."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,12 @@ from vitlab.training.parallel import Cluster
 
 @torch.no_grad()
 def measure(
-    goal: Goal, module: nn.Module, batches: Iterable[Batch], size: Size, cluster: Cluster, passes: int
+    goal: Goal, module: nn.Module, batches: Iterable[Batch], spare: Callable[[], Batch], cluster: Cluster, passes: int
 ) -> dict[str, float]:
     """The goal's report. Batches may differ in size and number from process to process.
 
     A sharded model gathers its weights from all processes in every pass, so each makes `passes` of them, the last
-    on a blank image that counts for nothing.
+    on a `spare` image that counts for nothing.
     """
     sums: Tensor | None = None
     seen = 0
@@ -26,7 +26,7 @@ def measure(
         found = wide(goal.measure(module, batch))
         sums, seen = found if sums is None else sums + found, seen + 1
     while seen < passes or sums is None:
-        found = wide(goal.measure(module, blank(size, cluster.device)))
+        found = wide(goal.measure(module, spare()))
         sums, seen = torch.zeros_like(found) if sums is None else sums, seen + 1
     return goal.report(cluster.sum(sums).tolist())
 

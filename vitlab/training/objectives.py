@@ -41,14 +41,20 @@ class Goal(Protocol):
         ...
 
 
+def precise(logits: Tensor) -> Tensor:
+    """Losses are float32 at least, whatever the model computes in."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def softmax_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy against soft targets, (B, K): one of K."""
-    return -(targets * F.log_softmax(logits.float(), -1)).sum(-1).mean()
+    return -(targets * F.log_softmax(precise(logits), -1)).sum(-1).mean()
 
 
 def sigmoid_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of K yes-or-no questions, summed over classes: any number of K."""
-    return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").sum(-1).mean()
+    logits = precise(logits)
+    return F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none").sum(-1).mean()
 
 
 @dataclass(frozen=True)

@@ -77,9 +77,8 @@ class Average:
     @torch.no_grad()
     def update(self, step: int) -> None:
         decay = min(self.decay, (1 + step) / (10 + step))
-        for name, p in self.module.named_parameters():
-            if name in self.weights:
-                self.weights[name].lerp_(p, 1 - decay)
+        own: list[Tensor] = [p for name, p in self.module.named_parameters() if name in self.weights]
+        torch._foreach_lerp_(list(self.weights.values()), own, 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

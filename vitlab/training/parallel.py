@@ -6,21 +6,24 @@ model is wrapped by one function: activation checkpointing, then compilation, th
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from vitlab.config import UserError
 from vitlab.device import pick_device
 
-Shard = Literal["ddp", "fsdp"]
+Parallel = Literal["ddp", "fsdp"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,27 +48,60 @@ class Cluster:
         if self.world > 1:
             dist.barrier()
 
+    def agree(self, choose: Callable[[], T]) -> T:
+        """What the first process chooses, in every one of them; its mistakes are theirs too."""
+        if self.world == 1:
+            return choose()
+        found: list[tuple[T | None, UserError | None]] = [(None, None)]
+        if self.first:
+            try:
+                found = [(choose(), None)]
+            except UserError as error:
+                found = [(None, error)]
+        dist.broadcast_object_list(found)
+        value, mistake = found[0]
+        if mistake is not None:
+            raise mistake
+        return cast(T, value)
+
 
 @contextmanager
 def joined(device: str = "auto") -> Iterator[Cluster]:
-    """This process as part of the run torchrun started, or alone."""
+    """This process as part of the run torchrun started, or alone; inside another `joined` it is that one."""
     place = pick_device(device)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
-        yield Cluster(place)
+    if world == 1 or dist.is_initialized():
+        yield Cluster(place, dist.get_rank(), world) if world > 1 else Cluster(place)
         return
     if place.type == "cuda":
         torch.cuda.set_device(place)
     dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
     try:
         yield Cluster(place, dist.get_rank(), world)
+    except RuntimeError as error:
+        if not lost(error):
+            raise
+        raise UserError(
+            "another process of this run is gone, so it stops here; `torchrun --max-restarts 3` takes it up again by "
+            f"itself, --resume by hand, both from the last checkpoint ({str(error).splitlines()[0]})"
+        ) from error
     finally:
         dist.destroy_process_group()
 
 
-def wrap(module: nn.Module, cluster: Cluster, *, recompute: bool, compiled: bool, shard: Shard) -> nn.Module:
+def lost(error: RuntimeError) -> bool:
+    """Whether an error says that the processes cannot reach each other any more."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection closed by peer" in str(error)
+
+
+def restarted() -> bool:
+    """Whether torchrun started this process anew after one was lost."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def wrap(module: nn.Module, cluster: Cluster, *, recompute: bool, compiled: bool, parallel: Parallel) -> nn.Module:
     """The module as the loop calls it; parameters keep their names in the module itself, which is changed in place."""
-    sharded = cluster.world > 1 and shard == "fsdp"
+    sharded = cluster.world > 1 and parallel == "fsdp"
     if recompute:
         for block in blocks(module):
             # the method is replaced on the instance, so that neither names nor types of modules change
@@ -111,4 +147,11 @@ def gradients(module: nn.Module, last: bool) -> Iterator[None]:
 
 def whole(tensor: Tensor) -> Tensor:
     """A tensor in one piece, gathered from the processes that hold its parts."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def placed(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor where another one is: on its device, and in its parts if that one is in parts."""
+    if isinstance(like, DTensor) and not isinstance(tensor, DTensor):
+        return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+    return tensor.to(like.device)

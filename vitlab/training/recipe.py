@@ -25,9 +25,9 @@ from vitlab.data.loader import BROKEN_LIMIT
 from vitlab.data.transforms import Augment
 from vitlab.training.objectives import Objective
 from vitlab.training.optim import Decay, Kind
-from vitlab.training.parallel import Shard
+from vitlab.training.parallel import Parallel
 
-Precision = Literal["auto", "float32", "bfloat16"]
+Precision = Literal["auto", "float32", "bfloat16", "float64"]
 Compile = Literal["auto", "yes", "no"]
 Freeze = Literal["none", "body"]
 
@@ -35,8 +35,8 @@ MODEL_KEYS = (
     *("depth", "width", "mlp", "heads", "pool", "prelogits", "positions", "placement", "attention"),
     *("gelu", "dropout", "drop_path"),
 )
-# What may change between a run and its continuation: none of it changes a single bit of the result.
-LOOSE = ("workers", "device", "checkpoint_every", "log_every", "tensorboard", "data")
+# What may change between a run and its continuation: it is the same run, on another machine to another rounding.
+LOOSE = ("workers", "device", "parallel", "checkpoint_every", "log_every", "tensorboard", "data")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Recipe:
     precision: Precision = "auto"
     compile: Compile = "auto"
     recompute: bool = False  # activation checkpointing: less memory, a third more compute
-    shard: Shard = "ddp"
+    parallel: Parallel = "ddp"  # under torchrun: the whole model in each process, or its parts
     workers: int | None = None  # processes that read images; none: by the machine
     threads: int | None = None  # of the CPU's arithmetic; none: torch's choice. Another number rounds differently
     evaluate_every: int | None = None  # steps; none: up to ten times a run

@@ -1,18 +1,23 @@
 """Checkpoints of a sharded run: every process writes its own pieces, through torch.distributed.checkpoint.
 
+They load on any number of processes, one included, sharded or not.
+
 Its metadata is a pickle, so it is read by an unpickler that admits the classes it is made of and nothing else.
 """
 
 import pickle
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_pieces
-from torch.distributed.checkpoint.state_dict_saver import save as save_pieces
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from vitlab.config import UserError
 from vitlab.training import checkpoint
@@ -63,24 +68,58 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def save(folder: Path, state: dict[str, Tensor], facts: Facts, cluster: Cluster) -> None:
-    """As `checkpoint.save`, by all processes together: the first of them makes room, seals and renames."""
-    new = sibling(folder, "new")
-    if cluster.first:
+def in_pieces(folder: Path) -> bool:
+    return (folder / METADATA).exists()
+
+
+class Saver:
+    """Writes checkpoints while training goes on: the state is copied to the CPU, the rest happens in a thread.
+
+    Its messages go through a process group of their own, so that they cannot mix with the loop's. The first process
+    makes room, seals and renames; a checkpoint that was not sealed does not count.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        self.thread = ThreadPoolExecutor(1)
+        self.pending: Future[None] | None = None
+
+    def save(self, folder: Path, state: dict[str, Tensor], facts: Facts) -> None:
+        """As `checkpoint.save`, by all processes together; the one before it is finished first."""
+        self.wait()
+        if self.cluster.first:
+            with disk_errors(folder):
+                checkpoint.make_room(folder)
+        self.cluster.barrier()
+        writer = FileSystemWriter(sibling(folder, "new"), overwrite=True)
+        written = async_save(dict(state), storage_writer=writer, process_group=self.group)
+        self.pending = self.thread.submit(self._finish, written, folder, facts)
+
+    def _finish(self, written: Any, folder: Path, facts: Facts) -> None:
         with disk_errors(folder):
-            checkpoint.make_room(folder)
-    cluster.barrier()
-    with disk_errors(folder):
-        save_pieces(dict(state), storage_writer=FileSystemWriter(new, overwrite=True))
-    cluster.barrier()
-    if cluster.first:
-        with disk_errors(folder):
-            seal(new, facts)
-            checkpoint.put_in_place(folder)
+            try:
+                written.result()
+            except CheckpointException as error:  # one error per process that failed
+                raise OSError(str(next(iter(error.failures.values()))[0])) from error
+            if self.cluster.first:
+                seal(sibling(folder, "new"), facts)
+                checkpoint.put_in_place(folder)
+
+    def wait(self) -> None:
+        """Until the checkpoint begun last is on disk; raises what went wrong with it."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.result()
+
+    def check(self) -> None:
+        """Raise what went wrong, if anything did already."""
+        if self.pending is not None and self.pending.done():
+            self.wait()
 
 
 def load(folder: Path, module: nn.Module) -> dict[str, Tensor]:
-    """The state with each tensor sharded as the module's parameter of that name is now."""
+    """The state with each tensor sharded, or not, as the module's parameter of that name is now."""
     parameters = dict(module.named_parameters())
     own = module.state_dict()
     state: dict[str, Tensor] = {}
