@@ -159,6 +159,7 @@ class Run:
             device=c.device,
             rank=c.rank,
             world=c.world,
+            resident=r.resident,
             broken_limit=r.broken_limit,
         )
         test = EvalLoader(
@@ -170,6 +171,7 @@ class Run:
             device=c.device,
             rank=c.rank,
             world=c.world,
+            resident=r.resident,
         )
         return train, test
 

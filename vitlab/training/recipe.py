@@ -70,6 +70,7 @@ class Recipe:
     holdout: float = 0.2  # share held out where the data has no split of its own
     augment: Augment = field(default_factory=Augment)
     preprocess: Preprocess | None = None  # none: the weights' own, or [-1, 1]
+    resident: bool | None = None  # hold the set in the device's memory; none: where it fits
     broken_limit: float = BROKEN_LIMIT  # share of broken images passed over before the run gives up
 
     # length, by epochs or by steps
