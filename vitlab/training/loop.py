@@ -340,7 +340,8 @@ class Run:
         self.module.eval()
         most = -(-len(self.plan.data.test) // self.cluster.world)  # images of the process that has most
         module = self.module if self.sharded else self.core
-        with self.autocast():
+        # eager: a test set comes in batches of two sizes, and each would be compiled anew
+        with self.autocast(), torch.compiler.set_stance("force_eager"):
             return measure(
                 self.goal,
                 module,
