@@ -4,6 +4,7 @@ Three speeds of the same run: the loader alone, the training step alone on a bat
 two together. The last over the second is the share of the machine that the data lets it use.
 """
 
+import dataclasses
 import itertools
 import tempfile
 import time
@@ -15,6 +16,7 @@ import torch
 from rich.console import Console
 
 from vitlab.cost import cost
+from vitlab.device import sound_kernels
 from vitlab.models.variants import build
 from vitlab.training.loop import Run
 from vitlab.training.parallel import joined
@@ -62,13 +64,16 @@ class Speeds:
 
 def bench(recipe: Recipe, seconds: float) -> Speeds:
     """Measure a recipe's speeds, each for about so many seconds; nothing is kept."""
+    recipe = dataclasses.replace(recipe, warmup=0)  # of no matter here, and a short run could not hold it
     with tempfile.TemporaryDirectory() as spare, joined(recipe.device) as cluster, threads(recipe.threads):
         folder = cluster.agree(lambda: Path(spare) / "run")
-        run = Run(make_plan(recipe, folder, cluster, resume=False), cluster, Console(quiet=True))
-        try:
-            return measure(run, seconds)
-        finally:
-            run.close()
+        plan = make_plan(recipe, folder, cluster, resume=False)
+        with sound_kernels(cluster.device, plan.config.length):
+            run = Run(plan, cluster, Console(quiet=True))
+            try:
+                return measure(run, seconds)
+            finally:
+                run.close()
 
 
 def measure(run: Run, seconds: float) -> Speeds:

@@ -1,8 +1,14 @@
-"""What this machine has: the device to run on, whether it computes in bf16, how many processes may read images."""
+"""What this machine has: the device to run on, what it is good and bad at, how many processes may read images."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from vitlab.config import UserError
 
@@ -31,3 +37,26 @@ def pick_workers(device: torch.device) -> int:
 def has_bf16(device: torch.device) -> bool:
     """Only where the hardware has it; emulated, as on most CPUs, it takes minutes an image."""
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def send(array: NDArray[Any], device: torch.device) -> Tensor:
+    """An array on the device, float64 as float32. Nobody waits: a plain copy would first let the device finish."""
+    tensor = torch.from_numpy(array.astype(np.float32) if array.dtype == np.float64 else array)
+    return tensor.to(device, non_blocking=True)
+
+
+@contextmanager
+def sound_kernels(device: torch.device, tokens: int) -> Iterator[None]:
+    """Without cuDNN's attention where its gradient is wrong.
+
+    For sequences of 64, 192, 320 ... tokens it now and then gives a gradient of NaN on Hopper GPUs with torch 2.11 and
+    later (pytorch issue 196678); seen here on an H200, with a healthy loss, every 500 steps or so. The other fused
+    kernels are as fast.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    if device.type == "cuda" and tokens % 128 == 64:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

@@ -194,9 +194,12 @@ def lab() -> Iterator[tuple[str, Entry]]:
     yield "digits", Entry(DIGITS, about, "lab", time="70 s on a CPU core", expect="99.0 to 99.2 % (98 % at least)")
     yield "tiny-imagenet", Entry(TINY, "200 classes of 64x64 photos, from scratch", "lab")
     masked = dataclasses.replace(
-        TINY, objective="masked", lr=1e-3, weight_decay=0.05, epochs=20, augment=Augment(area=(0.3, 1.0))
+        TINY, objective="masked", epochs=20, ema=0.0, drop_path=0.0, augment=Augment(area=(0.3, 1.0))
     )
     yield "tiny-imagenet-masked", Entry(masked, "masked patch prediction on the same", "lab")
+    about = "at 96 px, from scratch or from weights=RUN of tiny-imagenet"
+    yield "pets-96", Entry(PHOTOS, f"37 breeds {about}", "lab")
+    yield "flowers-96", Entry(dataclasses.replace(PHOTOS, data="flowers102", epochs=80), f"102 flowers {about}", "lab")
     yield "pets", Entry(SMALL_SET, "37 breeds, from weights, minutes on a CPU", "lab", finetune=True)
     flowers = dataclasses.replace(SMALL_SET, data="flowers102", epochs=15)
     yield "flowers", Entry(flowers, "102 flowers, from weights, minutes on a CPU", "lab", finetune=True)
@@ -223,18 +226,37 @@ DIGITS = Recipe(
     threads=1,  # so small a model gains little from two, and loses much where they wait for other programs
 )
 TINY = Recipe(
-    "Ti/8",
+    "S/8",
     "zh-plus/tiny-imagenet",
     (64, 64),
-    epochs=100,
+    width=256,
+    mlp=1024,
+    heads=4,
+    pool="mean",
+    drop_path=0.1,
+    epochs=130,
     batch=512,
     lr=1e-3,
-    warmup=1000,
+    warmup=2000,
     weight_decay=0.05,
     clip=1.0,
-    ema=0.999,
+    ema=0.9995,
     preprocess=Preprocess(crop=1.0),
-    augment=Augment(area=(0.3, 1.0), mixup=0.2, label_smoothing=0.1),
+    augment=Augment(area=(0.2, 1.0), layers=2, magnitude=9, mixup=0.8, cutmix=1.0, label_smoothing=0.1),
+    checkpoint_every=5000,
+    log_every=50,
+)
+PHOTOS = dataclasses.replace(  # small sets of photos at 96 px, from TINY's weights or from scratch
+    TINY,
+    data="oxford-pets",
+    image_size=(96, 96),
+    epochs=40,
+    batch=128,
+    lr=5e-4,
+    warmup=100,
+    ema=0.99,
+    augment=Augment(area=(0.3, 1.0), layers=2, magnitude=9, mixup=0.2, label_smoothing=0.1),
+    compile="no",  # over sooner than a compiler is
 )
 SMALL_SET = Recipe(
     "Ti/16",
@@ -277,7 +299,8 @@ def ready(name: str, recipe: Recipe) -> Recipe:
 # GFLOPs of a forward pass by model and image side, a multiply-add counted as two; a test holds them to `vitlab.cost`.
 GFLOPS = {
     ("Ti/2", 8): 0.0049,
-    ("Ti/8", 64): 0.734,
+    ("S/8", 64): 1.265,  # narrowed to a width of 256
+    ("S/8", 96): 2.987,
     ("Ti/16", 224): 2.51,
     ("S/32", 224): 2.29,
     ("S/16", 224): 9.20,

@@ -22,6 +22,7 @@ from vitlab.data.resident import Resident, worth_holding
 from vitlab.data.sources import Source
 from vitlab.data.transforms import Augment, normalised
 from vitlab.data.workers import CHUNK, Broken, Chunk, Cutter, Order, read_chunks
+from vitlab.device import send
 
 log = logging.getLogger("vitlab")
 
@@ -154,7 +155,7 @@ class TrainLoader:
         goal = targets(labels, len(self.source.classes), self.augment.label_smoothing)
         images, b = normalised(pixels, self.preprocess), len(plan.partner)
         if plan.mix is not None:
-            partner = torch.from_numpy(plan.partner).to(self.device, non_blocking=True)
+            partner = send(plan.partner, self.device)
             images, own = mix_images(images, plan.mix, partner)
             goal = torch.lerp(goal[partner], goal[:b], own[:, None])
         return Batch(images, labels[:b], goal, index[:b].to(self.device, non_blocking=True))
@@ -218,9 +219,9 @@ class EvalLoader:
             if self.keep:
                 kept.append(pixels)
             index = torch.arange(start, start + len(pixels))
-            labels = self.labels[index].to(self.device)
+            labels = self.labels[index].to(self.device, non_blocking=True)
             goal = targets(labels, len(self.source.classes), 0.0)
-            yield Batch(normalised(pixels, self.preprocess), labels, goal, index.to(self.device))
+            yield Batch(normalised(pixels, self.preprocess), labels, goal, index.to(self.device, non_blocking=True))
         self.kept = kept
 
     def _starts(self) -> range:

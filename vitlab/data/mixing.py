@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vitlab.data.draws import CUTMIX, MIXUP, Floats, Ints, Keys, beta, uniforms
 from vitlab.data.transforms import Augment
+from vitlab.device import send
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,7 @@ def draw_mix(key: Keys, augment: Augment) -> Mix | None:
 def mix_images(images: Tensor, mix: Mix, partner: Tensor) -> tuple[Tensor, Tensor]:
     """Mixed images, and for each the share that is its own, (b,); `partner` (b,) are places in `images`."""
     h, w = images.shape[2:]
-    own = torch.from_numpy(mix.own).float().to(images.device)
-    edges = torch.from_numpy(np.round(mix.box * [w, h, w, h])).float().to(images.device)
+    own, edges = send(mix.own, images.device), send(np.round(mix.box * [w, h, w, h]), images.device)
     x, y = torch.arange(w, device=images.device), torch.arange(h, device=images.device)
     inside_x = (x >= edges[:, :1]) & (x < edges[:, 2:3])  # (b, w)
     inside_y = (y >= edges[:, 1:2]) & (y < edges[:, 3:])  # (b, h)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vitlab.data.draws import LAYERS, Floats, Ints, Keys, uniforms
 from vitlab.data.transforms import Augment
+from vitlab.device import send
 
 GREY = 128
 REACH = 100 / 224  # of a translation at magnitude 10
@@ -48,7 +49,7 @@ def operate(pixels: Tensor, chosen: Ints, level: float, sign: Floats, place: Flo
     def apply(names: tuple[str, ...], family: Callable[[Tensor, Ints], Tensor]) -> None:
         where = np.flatnonzero(np.isin(chosen, [OPERATIONS.index(name) for name in names]))
         if len(where):
-            members = torch.from_numpy(where).to(pixels.device)
+            members = send(where, pixels.device)
             out[members] = family(pixels[members], where)
 
     apply(MOVES, lambda x, at: moved(x, matrices(chosen[at], level * sign[at], x.shape[2], x.shape[3])))
@@ -86,7 +87,7 @@ def matrices(chosen: Ints, level: Floats, h: int, w: int) -> Floats:
 def moved(pixels: Tensor, matrix: Floats) -> Tensor:
     """Each pixel is fetched from the nearest one; what comes from outside is grey."""
     n, _, h, w = pixels.shape
-    m = torch.from_numpy(matrix).float().to(pixels.device)[..., None, None]  # (n, 2, 3, 1, 1)
+    m = send(matrix, pixels.device)[..., None, None]  # (n, 2, 3, 1, 1)
     x = torch.arange(w, device=pixels.device) + 0.5
     y = (torch.arange(h, device=pixels.device) + 0.5)[:, None]
     column = (m[:, 0, 0] * x + m[:, 0, 1] * y + m[:, 0, 2]).floor().long()  # (n, h, w)
@@ -103,12 +104,12 @@ def moved(pixels: Tensor, matrix: Floats) -> Tensor:
 def looked_up(pixels: Tensor, chosen: Ints, level: float) -> Tensor:
     """Each byte replaced by a table's, the same for all images or made from the image itself."""
     fixed, device = fixed_tables(level), pixels.device
-    table = torch.from_numpy(fixed[np.minimum(chosen, len(fixed) - 1)]).to(device)[:, None].repeat(1, 3, 1)
+    table = send(fixed[np.minimum(chosen, len(fixed) - 1)], device)[:, None].repeat(1, 3, 1)
     makers = {"contrast": contrast_table, "autocontrast": autocontrast_table, "equalize": equalize_table}
     for name, make in makers.items():
         where = np.flatnonzero(chosen == TABLES.index(name))
         if len(where):
-            members = torch.from_numpy(where).to(device)
+            members = send(where, device)
             table[members] = make(pixels[members], strength(level))
     return table.gather(2, pixels.flatten(2).long()).reshape(pixels.shape)
 
@@ -184,7 +185,7 @@ def sharpened(pixels: Tensor, factor: float) -> Tensor:
 def cutout(pixels: Tensor, level: float, place: Floats) -> Tensor:
     """A grey square around a random point of each image."""
     h, w = pixels.shape[2:]
-    centre = torch.from_numpy(place * [h, w]).float().to(pixels.device)
+    centre = send(place * [h, w], pixels.device)
     y = (torch.arange(h, device=pixels.device) + 0.5 - centre[:, :1]).abs() < HOLE * level * h  # (n, h)
     x = (torch.arange(w, device=pixels.device) + 0.5 - centre[:, 1:]).abs() < HOLE * level * w  # (n, w)
     return pixels.masked_fill((y[:, :, None] & x[:, None, :])[:, None], GREY)

@@ -25,6 +25,7 @@ from vitlab.data.randaugment import randaugment
 from vitlab.data.sources import Source
 from vitlab.data.transforms import FILTERS, Augment, boxes, flips, to_pixels
 from vitlab.data.workers import CHUNK, Broken, Chunk, Order, read_chunks
+from vitlab.device import send
 
 log = logging.getLogger("vitlab")
 
@@ -33,7 +34,7 @@ ON_CPU = 1 << 30  # bytes, and
 CPU_SIDE = 96  # pixels: beyond it workers cut faster than matrix products do
 DETAIL = (2.0, 1.5, 1.0)  # stored side over input side, the largest that fits: crops are enlarged parts
 LOOK = 64  # images whose sizes are looked at
-AT_ONCE = 256  # images cut at a time
+AT_ONCE = 1 << 28  # bytes of float pixels cut at a time
 
 
 def worth_holding(source: Source, size: Size, device: torch.device) -> bool:
@@ -80,21 +81,20 @@ class Resident:
     def cut(self, index: Ints, key: Keys, augment: Augment) -> tuple[Tensor, Tensor]:
         """Augmented bytes (b, 3, h, w) of the images, and the indices they really came from."""
         index = self.good[index]
-        parts = [
-            self._cut(index[s : s + AT_ONCE], key[s : s + AT_ONCE], augment) for s in range(0, len(index), AT_ONCE)
-        ]
+        each = max(1, AT_ONCE // (12 * self.stored[0] * self.stored[1]))
+        parts = [self._cut(index[s : s + each], key[s : s + each], augment) for s in range(0, len(index), each)]
         return randaugment(torch.cat(parts), key, augment), torch.from_numpy(index)
 
     @torch.no_grad()
     def _cut(self, index: Ints, key: Keys, augment: Augment) -> Tensor:
         (h, w), (stored_h, stored_w) = self.size, self.stored
         drawn = boxes(key, self.ratio[index], self.size, augment, self.preprocess)
-        box = torch.from_numpy(drawn * [stored_w, stored_h, stored_w, stored_h]).float().to(self.device)  # (c, 4)
-        flip = torch.from_numpy(flips(key, augment)).to(self.device)
+        box = send(drawn * [stored_w, stored_h, stored_w, stored_h], self.device)  # (c, 4)
+        flip = send(flips(key, augment), self.device)
         rows = weights(box[:, 1], box[:, 3], h, stored_h, self.preprocess.interpolation)  # (c, h, H)
         columns = weights(box[:, 0], box[:, 2], w, stored_w, self.preprocess.interpolation)  # (c, w, W)
         columns = torch.where(flip[:, None, None], columns.flip(1), columns)
-        pixels = self.pixels[torch.from_numpy(index).to(self.device)].float()  # (c, 3, H, W)
+        pixels = self.pixels[send(index, self.device)].float()  # (c, 3, H, W)
         pixels = pixels @ columns[:, None].transpose(2, 3)  # (c, 3, H, w)
         pixels = rows[:, None] @ pixels  # (c, 3, h, w)
         return pixels.round_().clamp_(0, 255).to(torch.uint8)

@@ -17,6 +17,7 @@ from torch import Tensor
 from vitlab.config import Preprocess, Size, UserError, check_rate, check_types
 from vitlab.data.draws import CROP, FLIP, Floats, Keys, uniforms
 from vitlab.data.images import Shrink
+from vitlab.device import send
 
 Crop = Literal["inception", "resize", "none"]
 
@@ -82,8 +83,7 @@ def to_pixels(image: Image.Image) -> Tensor:
 
 def normalised(pixels: Tensor, preprocess: Preprocess) -> Tensor:
     """Bytes (n, 3, h, w) as the model's float32 input."""
-    mean = torch.tensor(preprocess.mean, device=pixels.device).reshape(3, 1, 1)
-    std = torch.tensor(preprocess.std, device=pixels.device).reshape(3, 1, 1)
+    mean, std = (send(np.array(x), pixels.device).reshape(3, 1, 1) for x in (preprocess.mean, preprocess.std))
     plain = pixels.to(torch.float32, memory_format=torch.contiguous_format)  # a layout that no chunking can change
     return plain.div_(255).sub_(mean).div_(std)
 

@@ -25,7 +25,7 @@ from vitlab.cost import cost
 from vitlab.data.draws import keys
 from vitlab.data.loader import Batch, EvalLoader, TrainLoader
 from vitlab.data.sources import Data
-from vitlab.device import has_bf16, pick_workers
+from vitlab.device import has_bf16, pick_workers, sound_kernels
 from vitlab.models.variants import build
 from vitlab.models.vit import ViT
 from vitlab.training import checkpoint, sharded
@@ -62,11 +62,12 @@ def train(
     began = time.monotonic()
     with joined(recipe.device) as cluster, threads(recipe.threads):
         plan = make_plan(recipe, Path(out), cluster, resume=resume or restarted(), data=data)
-        run = Run(plan, cluster, console or Console())
-        try:
-            run.go()
-        finally:
-            run.close()
+        with sound_kernels(cluster.device, plan.config.length):
+            run = Run(plan, cluster, console or Console())
+            try:
+                run.go()
+            finally:
+                run.close()
         return Outcome(plan.out, run.report, time.monotonic() - began, cluster.first)
 
 

@@ -10,12 +10,14 @@ Shapes: B batch, N patches, D width.
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitlab.config import Preprocess, Size, UserError
 from vitlab.data.loader import Batch
+from vitlab.device import send
 from vitlab.models.vit import ViT
 from vitlab.training.objectives import precise
 
@@ -53,8 +55,7 @@ def corrupt(seed: int, step: int, index: Tensor, patches: int) -> Corruption:
 
 def colours(images: Tensor, preprocess: Preprocess, stride: int) -> Tensor:
     """The class of each patch, (B, N): mean colour in pixel space, 3 bits a channel, red the most significant."""
-    mean = torch.tensor(preprocess.mean, device=images.device)[:, None, None]
-    std = torch.tensor(preprocess.std, device=images.device)[:, None, None]
+    mean, std = (send(np.array(x), images.device)[:, None, None] for x in (preprocess.mean, preprocess.std))
     pixels = images.float() * std + mean  # (B, 3, height, width) in [0, 1]
     average = F.avg_pool2d(pixels, stride)
     level = (average * LEVELS).long().clamp(0, LEVELS - 1)
