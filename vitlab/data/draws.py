@@ -16,7 +16,7 @@ ORDER, SHARDS, HOLDOUT, SUBSET, CROP, FLIP, LAYERS, MIXUP, CUTMIX, SAMPLES = ran
 
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
 FIRST, SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-TRIES = 32
+TRIES, AT_ONCE = 32, 4  # of a draw by rejection
 
 
 def mixed(x: Keys) -> Keys:
@@ -36,7 +36,10 @@ def keys(*parts: ArrayLike) -> Keys:
 
 def uniforms(key: Keys, purpose: int, count: int) -> Floats:
     """Numbers in [0, 1), (n, count), for keys (n,)."""
-    bits = keys(key[:, None], purpose, np.arange(count))
+    return unit(keys(key[:, None], purpose, np.arange(count)))
+
+
+def unit(bits: Keys) -> Floats:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -47,9 +50,16 @@ def permutation(n: int, seed: int, epoch: int) -> Ints:
 
 def beta(key: Keys, purpose: int, alpha: float) -> Floats:
     """Draws from Beta(alpha, alpha), 0 < alpha <= 1, by Jöhnk's rejection; one in 2^32 misses and is 1/2."""
-    u = uniforms(key, purpose, 2 * TRIES).reshape(len(key), TRIES, 2) ** (1 / alpha)
-    total = u.sum(-1)
-    good = (total > 0) & (total <= 1)
-    first = good.argmax(1)
-    rows = np.arange(len(key))
-    return np.where(good.any(1), u[rows, first, 0] / np.maximum(total[rows, first], 1e-300), 0.5)
+    found = np.full(len(key), 0.5)
+    left = np.arange(len(key))
+    for first in range(0, TRIES, AT_ONCE):  # most are done after the first few
+        bits = keys(key[left, None], purpose, np.arange(2 * first, 2 * (first + AT_ONCE)))
+        u = unit(bits).reshape(len(left), AT_ONCE, 2) ** (1 / alpha)
+        total = u.sum(-1)
+        good = (total > 0) & (total <= 1)
+        rows, which = np.flatnonzero(good.any(1)), good.argmax(1)
+        found[left[rows]] = u[rows, which[rows], 0] / total[rows, which[rows]]
+        left = np.delete(left, rows)
+        if not len(left):
+            break
+    return found

@@ -26,6 +26,7 @@ from vitlab.device import send
 
 log = logging.getLogger("vitlab")
 
+AUGMENTED = 4096  # images that an accelerator augments at a time
 WINDOW = 4  # shards whose images are shuffled among each other
 BROKEN_LIMIT = 0.1  # share of a set that may be broken before training stops
 
@@ -99,9 +100,7 @@ class TrainLoader:
     def batches(self, step: int = 0) -> Iterator[Batch]:
         """Batches from number `step` on."""
         if self.held:
-            for number in itertools.count(step):
-                plan = self.plan(number)
-                yield self._finish(plan, *self.held.cut(plan.index, plan.key, self.augment))
+            yield from self._from_memory(self.held, step)
         each = self.batch // self.world
         chunk = min(CHUNK, math.ceil(each / max(1, self.workers)))
         ahead = max(2, math.ceil(2 * each / (chunk * max(1, self.workers))))  # two batches, over all workers
@@ -111,6 +110,18 @@ class TrainLoader:
         for number in itertools.count(step):
             plan = self.plan(number)
             yield self._finish(plan, *self._gather(chunks, math.ceil(len(plan.index) / chunk)))
+
+    def _from_memory(self, held: Resident, step: int) -> Iterator[Batch]:
+        """Some batches at a time: to an accelerator many images cost the host no more than few."""
+        ahead = 1 if self.device.type == "cpu" else max(1, AUGMENTED * self.world // self.batch)
+        for first in itertools.count(step, ahead):
+            plans = [self.plan(number) for number in range(first, first + ahead)]
+            index, key = np.concatenate([p.index for p in plans]), np.concatenate([p.key for p in plans])
+            pixels, index_ = held.cut(index, key, self.augment)
+            ends = np.cumsum([len(p.index) for p in plans]).tolist()
+            for plan, end in zip(plans, ends, strict=True):
+                part = slice(end - len(plan.index), end)
+                yield self._finish(plan, pixels[part], index_[part])
 
     def plan(self, step: int) -> Plan:
         """What batch number `step` is made of."""

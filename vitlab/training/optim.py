@@ -72,13 +72,14 @@ class Average:
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
         self.module = module
-        self.weights = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+        own = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.own: list[Tensor] = list(own.values())  # in the order of `weights`
+        self.weights = {name: p.detach().clone() for name, p in own.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         decay = min(self.decay, (1 + step) / (10 + step))
-        own: list[Tensor] = [p for name, p in self.module.named_parameters() if name in self.weights]
-        torch._foreach_lerp_(list(self.weights.values()), own, 1 - decay)
+        torch._foreach_lerp_(list(self.weights.values()), self.own, 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
