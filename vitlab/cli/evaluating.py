@@ -26,32 +26,48 @@ SHOWN = 10  # classes and pairs of classes in the terminal; files have all
     "[bold]vitlab evaluate vit.safetensors imagenet:/data/imagenet --real real.json[/bold]",
 )
 def evaluate(
-    run: Annotated[str, typer.Argument(help="A model: a run folder, a file of weights or a hub id.")],
-    data: Annotated[str, typer.Argument(help="A folder of class folders, or any other source of images.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, a file of weights or a hub id.")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="A folder of class folders, or any other set of images.")],
     split: Annotated[str, typer.Option(help="test, validation, train; all: a set that has no splits, whole.")] = "test",
     real: Annotated[Path | None, typer.Option(help="ImageNet's ReaL labels, real.json: score by these too.")] = None,
-    by_position: Annotated[bool, typer.Option("--by-position", help="Match classes by order, whatever names.")] = False,
+    labels: Annotated[
+        Path | None, typer.Option(help="Names of the model's classes, one a line, in its order, instead of its own.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="A folder for tables, figures and all predictions.")] = None,
     json: Annotated[Path | None, typer.Option(help="A file for all scores, as JSON.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Where class scores stay, to go on after a stop.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Images at a time; by default what suits the device.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that read images; by default what suits the machine.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
-    batch: Annotated[int | None, typer.Option(help="Images at a time; none: what suits the device.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes that decode; none: by the machine.")] = None,
 ) -> None:
     """Test a model: top-1 and top-5, classes worst first, what is taken for what, and whether its confidence is earned.
 
     Every image counts once; a broken one is an error. Classes are matched by name. In brackets: 95 % bootstrap
     intervals.
     """
+    from vitlab.cli.representation import check_writable, stopping
+    from vitlab.evaluation.classes import read_names
     from vitlab.evaluation.evaluate import evaluate, open_split, write_json, write_results
     from vitlab.evaluation.real import read_real
     from vitlab.weights import load
 
+    check_writable(json)
+    model = load(run)
+    names = None if labels is None else read_names(labels, model.config.classes)
     lists = None if real is None else read_real(real)
-    source, note = open_split(data, split, held_out(run, data))
+    holdout, trained = training_of(run, data)
+    source, note = open_split(data, split, holdout)
     console.print(f"{len(source):,} images of {data}, {split}: {note}", highlight=False, markup=False, soft_wrap=True)
-    found = evaluate(
-        load(run), source, real=lists, by_position=by_position, batch=batch, workers=workers, device=device
-    )
+    if trained and split in ("train", "all"):
+        console.print("[yellow]note:[/] the model was trained on most of these images", highlight=False)
+    with stopping(keep):
+        found = evaluate(
+            model, source, labels=names, real=lists, batch=batch, workers=workers, device=device, keep=keep
+        )
     show(found)
     about = {"model": run, "data": data, "split": split, "note": note}
     if json is not None:
@@ -62,13 +78,14 @@ def evaluate(
         console.print(f"tables, figures and predictions: {out}", highlight=False, markup=False, soft_wrap=True)
 
 
-def held_out(run: str, data: str) -> float:
-    """The share that a run held out of this very set, so that it is not tested on what it was trained on."""
+def training_of(run: str, data: str) -> tuple[float, bool]:
+    """The share that a run held out of this very set, to test it on no image it was trained on; and whether it has."""
     from vitlab.training.recipe import Recipe
     from vitlab.training.start import stored_recipe
 
     recipe = stored_recipe(Path(run).expanduser())
-    return recipe.holdout if recipe is not None and recipe.data == data else Recipe.holdout
+    trained = recipe is not None and recipe.data.rstrip("/") == data.rstrip("/")
+    return (recipe.holdout if recipe is not None and trained else Recipe.holdout), trained
 
 
 def show(found: "Evaluation") -> None:
@@ -114,7 +131,9 @@ def show_classes(found: "Evaluation") -> None:
     for heading in ("images", "found", "recall", "95 %", "precision"):
         table.add_column(heading, justify="right")
     for row in rows[:SHOWN]:
-        span = "-" if row["recall"] is None else f"{100 * row['recall_low']:.0f} to {100 * row['recall_high']:.0f}"
+        # resampling all or nothing gives all or nothing, which says little of so few images
+        bounded = 0 < row["correct"] < row["images"]
+        span = f"{100 * row['recall_low']:.0f} to {100 * row['recall_high']:.0f}" if bounded else "-"
         recall, precision = ("-" if row[key] is None else f"{row[key]:.1%}" for key in ("recall", "precision"))
         table.add_row(escape(row["class"]), f"{row['images']}", f"{row['correct']}", recall, span, precision)
     console.print(table, highlight=False)
@@ -143,7 +162,7 @@ def show_confused(found: "Evaluation") -> None:
     "[bold]vitlab vtab runs/mine --tune 0.003,0.01,0.03[/bold]",
 )
 def vtab(
-    run: Annotated[str, typer.Argument(help="Weights to start from: a run folder, a file or a hub id.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Weights to start from: a run folder, a file or a hub id.")],
     settings: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Other settings of the recipe: lr=0.003 image_size=224 ..."),
@@ -185,9 +204,8 @@ def vtab(
     show_vtab(study)
     if study.failed:
         names = ", ".join(study.failed)
-        raise UserError(
-            f"{len(study.failed)} tasks did not finish ({names}); mend what is said of each above, then run again"
-        )
+        count = "1 task" if len(study.failed) == 1 else f"{len(study.failed)} tasks"
+        raise UserError(f"{count} did not finish ({names}); mend what is said of each above, then run again")
 
 
 def rates_of(text: str) -> tuple[float, ...]:
@@ -202,23 +220,30 @@ def rates_of(text: str) -> tuple[float, ...]:
 
 def show_vtab(study: "Study") -> None:
     from vitlab.studies.vtab import RESULTS, means
-    from vitlab.studies.vtab_tasks import TASKS
+    from vitlab.studies.vtab_tasks import GROUPS, TASKS
 
-    table = Table("group", "task")
-    for heading in ("classes", "test images", "lr", "accuracy", "95 %"):
-        table.add_column(heading, justify="right")
-    for task in TASKS:
-        result = study.results.get(task.name)
-        if result is not None:
-            rate = result.rate
-            span = f"{100 * rate.low:.1f} to {100 * rate.high:.1f}"
-            cells = f"{task.classes}", f"{result.images:,}", f"{result.lr:g}", f"{rate.value:.2%}", span
-            table.add_row(task.group, task.name, *cells)
     found = means(study.results)
-    table.add_section()
-    for group, mean in found.items():
-        some = "all" if mean["done"] == mean["of"] else f"{mean['done']} of"
-        table.add_row(group, f"mean of {some} {mean['of']} tasks", "", "", "", f"{mean['mean']:.2%}", "")
-    if found:
-        console.print(table, highlight=False)
-        console.print(f"results: {study.out / RESULTS}", highlight=False, markup=False, soft_wrap=True)
+    if not found:
+        return
+    table = Table("task")
+    for heading in ("classes", "images", "lr", "accuracy", "95 %"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for group in GROUPS:
+        for task in TASKS:
+            result = study.results.get(task.name)
+            if result is not None and task.group == group:
+                rate = result.rate
+                span = f"{100 * rate.low:.1f} to {100 * rate.high:.1f}"
+                cells = f"{task.classes}", f"{result.images:,}", f"{result.lr:g}", f"{rate.value:.2%}", span
+                table.add_row(task.name, *cells)
+        if group in found:
+            table.add_row(f"{group}, {found[group]['done']} of {found[group]['of']}", *mean_cells(found[group]["mean"]))
+            table.add_section()
+    every = found["all"]
+    table.add_row(f"[bold]mean of {every['done']} of the {every['of']}[/]", *mean_cells(every["mean"]))
+    console.print(table, highlight=False)
+    console.print(f"results: {study.out / RESULTS}", highlight=False, markup=False, soft_wrap=True)
+
+
+def mean_cells(mean: float) -> tuple[str, ...]:
+    return "", "", "", f"[bold]{mean:.2%}[/]", ""

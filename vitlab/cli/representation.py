@@ -33,8 +33,10 @@ Keep = Annotated[
     ),
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file too.", show_default=False)]
-Batch = Annotated[int | None, typer.Option(help="Images at a time; by default what suits the device.")]
-Workers = Annotated[int | None, typer.Option(help="Processes that read images; by default what suits the machine.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Images at a time; by default what suits the device.")]
+Workers = Annotated[
+    int | None, typer.Option(min=0, help="Processes that read images; by default what suits the machine.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 
 
@@ -57,8 +59,7 @@ def fewshot(
 ) -> None:
     """How well a few labelled images teach a linear classifier on the model's frozen features.
 
-    The features of all images are computed once. Then, for each draw, regularised least squares are solved in closed
-    form: nothing is trained and nothing is tuned. The table has the mean and the deviation over the draws.
+    Features are computed once; each draw is then solved in closed form, so nothing is trained and nothing tuned.
     """
     from vitlab.evaluation.extract import progress
     from vitlab.evaluation.fewshot import check, few_shot
@@ -83,7 +84,8 @@ def fewshot(
 
 
 def shots_table(results: Sequence["FewShot"], seeds: int) -> Table:
-    draws = f", mean ± deviation over {seeds} draws" if seeds > 1 else ", one draw"
+    drawn = any(r.shots is not None for r in results)
+    draws = "" if not drawn else f", mean ± deviation over {seeds} draws" if seeds > 1 else ", one draw"
     table = Table(caption=f"Accuracy on {results[0].images:,} test images{draws}.")
     for heading in ("images per class", "l2", "accuracy"):
         table.add_column(heading, justify="right")
@@ -119,9 +121,7 @@ def probe(
 ) -> None:
     """What the model's frozen features know: a linear probe, and k nearest neighbours.
 
-    The probe is logistic regression, fitted to convergence. Its penalty is chosen on the set's validation images, or
-    on a fifth of each class where it has none; the fit that is tested has seen all training images. Neighbours are
-    compared by cosine.
+    The penalty is chosen on validation images, or on a fifth of each class; the final fit is to all training images.
     """
     from vitlab.device import pick_device
     from vitlab.evaluation import fewshot, neighbours

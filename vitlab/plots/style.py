@@ -79,7 +79,8 @@ def write(figure: "Figure", path: Path, kinds: tuple[str, ...] = ("png",)) -> li
         target, new = path.with_suffix(f".{kind}"), path.with_suffix(f".new.{kind}")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(new, format=kind, metadata={"Date": None} if kind == "svg" else None)
+            with drawing():  # fonts and salts of SVG files are chosen as they are written
+                figure.savefig(new, format=kind, metadata={"Date": None} if kind == "svg" else None)
             os.replace(new, target)
         except OSError as error:
             raise UserError(f"the figure cannot be written to '{target}': {error.strerror or error}") from None

@@ -1,0 +1,284 @@
+"""`evaluate` on real models and images, against scikit-learn on the model's own logits."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support, top_k_accuracy_score
+
+import vitlab
+from vitlab.cli import main
+from vitlab.config import UserError
+from vitlab.data.sources import Arrays, Part
+from vitlab.data.transforms import eval_image
+from vitlab.evaluation.classes import match_classes, read_names
+from vitlab.evaluation.evaluate import Evaluation, evaluate, open_split, score, to_json, write_results
+from vitlab.weights import load, preprocess_of
+
+NAMES = ("ant", "bee", "cat", "dog", "elk", "fox", "gnu")
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Arrays:
+    """37 pictures of 7 classes, a number that no batch divides."""
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (37, 8, 8, 3), dtype=np.uint8)
+    return Arrays("picture", pixels, rng.integers(0, 7, 37), NAMES)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random(tmp_path_factory.mktemp("runs") / "small", "Ti/4", NAMES)
+
+
+def save_random(folder: Path, name: str, labels: tuple[str, ...]) -> Path:
+    """A model whose head is drawn too, so that its guesses are anything."""
+    torch.manual_seed(0)
+    model = vitlab.create(name, classes=len(labels), image_size=8, depth=1, width=16, mlp=16, heads=2)
+    assert model.head is not None
+    torch.nn.init.normal_(model.head.weight)
+    vitlab.save(model, folder, labels=labels)
+    return folder
+
+
+def own_logits(run: Path, source: Any) -> np.ndarray:
+    model = load(run)
+    with torch.no_grad():
+        images = [
+            eval_image(source.image(i), model.config.image_size, preprocess_of(model)) for i in range(len(source))
+        ]
+        return model(torch.stack(images)).double().numpy()
+
+
+def same_scores(found: Evaluation, logits: np.ndarray, labels: np.ndarray, k: int) -> None:
+    guesses = logits.argmax(1)
+    assert found.top1.value == pytest.approx((guesses == labels).mean())
+    assert found.top5 is not None
+    assert found.top5.value == pytest.approx(top_k_accuracy_score(labels, logits, k=5, labels=range(k)))
+    assert (found.matrix == confusion_matrix(labels, guesses, labels=range(k))).all()
+    precision, recall, _, images = precision_recall_fscore_support(
+        labels, guesses, labels=range(k), zero_division=np.nan
+    )
+    for i, row in enumerate(found.classes):
+        assert row.images == images[i]
+        assert (np.nan if row.recall is None else row.recall) == pytest.approx(recall[i], nan_ok=True)
+        assert (np.nan if row.precision is None else row.precision) == pytest.approx(precision[i], nan_ok=True)
+    odds = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    assert found.confidence == pytest.approx(odds.max(1), abs=1e-5)
+
+
+@pytest.mark.parametrize("batch", [5, 64, None])
+def test_scores_are_scikit_learns_whatever_the_batch(run: Path, pictures: Arrays, batch: int | None) -> None:
+    found = evaluate(load(run), pictures, batch=batch, device="cpu")
+    assert len(found.labels) == 37
+    same_scores(found, own_logits(run, pictures), pictures.labels, 7)
+
+
+def test_classes_in_another_order_are_matched_by_name(run: Path, pictures: Arrays) -> None:
+    order = np.array([3, 0, 6, 1, 5, 2, 4])  # where the set has class i of the model
+    turned = Arrays("picture", pictures.pixels, np.argsort(order)[pictures.labels], tuple(NAMES[i] for i in order))
+    found = evaluate(load(run), turned, device="cpu")
+    assert found.names == NAMES
+    same_scores(found, own_logits(run, pictures), pictures.labels, 7)
+
+
+def test_a_set_with_fewer_classes_counts_all_its_images(run: Path, pictures: Arrays) -> None:
+    """Guesses of classes that the set lacks are wrong guesses, and every image stays in the count."""
+    known = np.flatnonzero(np.isin(pictures.labels, [1, 4]))
+    two = Arrays("picture", pictures.pixels[known], (pictures.labels[known] == 1).astype(np.int64), ("elk", "bee"))
+    found = evaluate(load(run), two, device="cpu")
+    guesses = own_logits(run, pictures)[known].argmax(1)
+    assert found.top1.value == pytest.approx((guesses == pictures.labels[known]).mean())
+    assert found.matrix.sum() == len(known)
+    assert found.matrix.sum(1).tolist() == [0, (two.labels == 1).sum(), 0, 0, (two.labels == 0).sum(), 0, 0]
+    assert [row.recall is None for row in found.classes] == [True, False, True, True, False, True, True]
+    assert "2 of the model's 7" in found.note
+
+
+def test_a_class_without_images_in_the_split(run: Path, pictures: Arrays) -> None:
+    part = Part(pictures, np.flatnonzero(pictures.labels != 2))
+    found = evaluate(load(run), part, device="cpu")
+    same_scores(found, own_logits(run, part), part.labels, 7)
+    last = to_json(found)["per_class"][-1]
+    assert (last["class"], last["images"], last["recall"], last["recall_low"]) == ("cat", 0, None, None)
+
+
+def test_classes_that_the_model_does_not_know(run: Path, pictures: Arrays) -> None:
+    other = Arrays("picture", pictures.pixels, pictures.labels, ("ant", "bee", "cat", "dog", "elk", "owl", "pig"))
+    with pytest.raises(UserError, match=r"2 of the set's 7 classes: 'owl', 'pig'"):
+        evaluate(load(run), other, device="cpu")
+    renamed = evaluate(load(run), other, device="cpu", labels=other.classes)
+    assert renamed.names == other.classes
+    same_scores(renamed, own_logits(run, pictures), pictures.labels, 7)
+
+
+def test_matching() -> None:
+    assert match_classes(("a", "b", "c"), 3, ("c", "a")).place.tolist() == [2, 0]
+    assert match_classes(("a", "a"), 2, ("a", "a")).place.tolist() == [0, 1]  # the very same names: no doubt
+    nameless = match_classes(None, 2, ("x", "y"))
+    assert nameless.names == ("x", "y")
+    assert "by position" in nameless.note
+    with pytest.raises(UserError, match="3 classes without names and the set has 2"):
+        match_classes(None, 3, ("x", "y"))
+    with pytest.raises(UserError, match="several classes called 'a'"):
+        match_classes(("a", "a", "b"), 3, ("b", "a"))
+
+
+def test_names_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "names.txt"
+    path.write_text("one\n\n two words \n")
+    assert read_names(path, 2) == ("one", "two words")
+    with pytest.raises(UserError, match="2 names, one a line, and the model has 3 classes"):
+        read_names(path, 3)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_names(tmp_path / "none.txt", 3)
+
+
+def test_a_model_without_a_head(pictures: Arrays) -> None:
+    bare = vitlab.create("Ti/4", classes=0, image_size=8, depth=1, width=16, mlp=16, heads=2)
+    with pytest.raises(UserError, match="no head"):
+        evaluate(bare, pictures, device="cpu")
+
+
+def test_intervals_hold_their_values(run: Path, pictures: Arrays) -> None:
+    found = evaluate(load(run), pictures, device="cpu")
+    for rate in (found.top1, found.top5, found.calibration_error):
+        assert rate is not None
+        assert 0 <= rate.low <= rate.value <= rate.high <= 1
+
+
+def test_two_classes_have_no_top_five() -> None:
+    logits = np.array([[1, 0], [0, 1], [3, 0]], np.float32)
+    found = score(logits, np.array([0, 1, 1]), ("no", "yes"), "", ("a", "b", "c"))
+    assert found.top5 is None
+    assert found.confused == [("yes", "no", 1)]
+
+
+def test_real_in_an_evaluation() -> None:
+    logits = np.zeros((4, 1000), np.float32)
+    logits[np.arange(4), [5, 6, 7, 8]] = 9
+    lists = [[5], [9, 6], [], [1]]
+    files = tuple(f"ILSVRC2012_val_{i:08d}.JPEG" for i in range(1, 5))
+    names = tuple(map(str, range(1000)))
+    found = score(logits, np.array([5, 9, 3, 8]), names, "", files, (lists, np.arange(4)))
+    assert found.real is not None
+    assert vars(found.real.counts) == {"images": 3, "correct": 2, "skipped": 1}
+    assert found.real.accuracy.value == pytest.approx(2 / 3)
+    assert found.real.own == 2  # 5 and 9 are in their lists, 8 is not
+    assert to_json(found)["real"]["skipped"] == 1
+
+
+def test_real_needs_imagenets_classes(run: Path, pictures: Arrays) -> None:
+    with pytest.raises(UserError, match="1000 classes, and this model has 7"):
+        evaluate(load(run), pictures, device="cpu", real=[[1]])
+
+
+# ---- files
+
+
+def test_files_say_what_the_arrays_say(run: Path, pictures: Arrays, tmp_path: Path) -> None:
+    found = evaluate(load(run), pictures, device="cpu")
+    write_results(found, tmp_path / "new" / "scores", {"data": "pictures"})
+    folder = tmp_path / "new" / "scores"
+    said = json.loads((folder / "scores.json").read_text())
+    assert said == {"data": "pictures", **json.loads(json.dumps(to_json(found), allow_nan=False))}
+    matrix = np.zeros((7, 7), int)
+    for truth, guess, images in said["confusion"]:
+        matrix[truth, guess] = images
+    assert (matrix == found.matrix).all()
+    assert said["images"] == sum(b["images"] for b in said["calibration"]) == 37
+    rows = list(csv.DictReader((folder / "predictions.csv").open()))
+    assert [row["image"] for row in rows] == [f"picture {i}" for i in range(37)]
+    assert [row["truth"] for row in rows] == [NAMES[i] for i in pictures.labels]
+    assert np.mean([row["truth"] == row["guess"] for row in rows]) == pytest.approx(found.top1.value)
+    table = list(csv.DictReader((folder / "per_class.csv").open()))
+    assert {row["class"] for row in table} == set(NAMES)
+    recalls = [float(row["recall"]) for row in table if row["recall"]]
+    assert recalls == sorted(recalls)
+    for name in ("confusion.png", "calibration.png"):
+        assert min(Image.open(folder / name).size) > 300
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        ["scores.json", "per_class.csv", "predictions.csv", "confusion.png", "calibration.png"]
+    )
+
+
+# ---- the verb
+
+
+def verb(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(sys, "argv", ["vitlab", *words])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return int(stop.value.code or 0)
+
+
+def photos(root: Path, per_class: int = 10) -> Path:
+    rng = np.random.default_rng(1)
+    for name in NAMES:
+        (root / name).mkdir(parents=True)
+        for i in range(per_class):
+            Image.fromarray(rng.integers(0, 256, (9, 8, 3), dtype=np.uint8)).save(root / name / f"{i}.png")
+    return root
+
+
+def test_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    save_random(tmp_path / "run", "Ti/2", tuple(str(i) for i in range(10)))
+    code = verb(monkeypatch, "evaluate", str(tmp_path / "run"), "digits", "--json", str(tmp_path / "s.json"))
+    printed = capsys.readouterr().out
+    assert code == 0
+    assert "599 images of digits, test" in printed
+    said = json.loads((tmp_path / "s.json").read_text())
+    source, _ = open_split("digits", "test")
+    right = (own_logits(tmp_path / "run", source).argmax(1) == source.labels).mean()
+    assert said["top1"]["value"] == pytest.approx(right)
+    assert f"{right:.2%}" in printed
+
+
+def test_a_split_of_ones_own(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = photos(tmp_path / "photos")
+    assert verb(monkeypatch, "evaluate", str(run), str(root)) == 0
+    assert "14 images" in capsys.readouterr().out  # two of ten of each class are held out
+    assert verb(monkeypatch, "evaluate", str(run), str(root), "--split", "all") == 0
+    assert "70 images" in capsys.readouterr().out
+    assert verb(monkeypatch, "evaluate", str(run), str(root), "--split", "validation") == 1
+    assert "has no validation split" in capsys.readouterr().err
+    assert verb(monkeypatch, "evaluate", str(run), str(root), "--split", "tset") == 1
+    assert "there is no split 'tset'" in capsys.readouterr().err
+
+
+def test_the_share_that_a_run_held_out(run: Path, tmp_path: Path) -> None:
+    """The verb asks the run's recipe, so that it tests on no image that the run was trained on."""
+    from vitlab.cli.evaluating import training_of
+    from vitlab.config import to_json as as_json
+    from vitlab.training.recipe import Recipe
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    recipe = as_json(Recipe("Ti/4", "photos", steps=1, holdout=0.1))
+    (folder / "recipe.json").write_text(json.dumps({"recipe": recipe}))
+    assert training_of(str(folder), "photos/") == (0.1, True)
+    assert training_of(str(folder), "others") == (0.2, False)
+    assert training_of(str(run), "photos") == (0.2, False)
+
+
+def test_a_corrupt_image_is_an_error_that_names_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = photos(tmp_path / "photos", 3)
+    bad = root / "dog" / "1.png"
+    bad.write_bytes(bad.read_bytes()[:60])
+    code = verb(monkeypatch, "evaluate", str(run), str(root), "--split", "all", "--out", str(tmp_path / "out"))
+    printed = capsys.readouterr()
+    assert code == 1
+    assert str(bad) in printed.err
+    assert "top-1" not in printed.out
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,281 @@
+"""Extraction: every image once and in order, and no work lost or mistaken for another's, however it ends."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_array_equal
+from PIL import Image
+
+import vitlab
+from vitlab.config import Preprocess, UserError
+from vitlab.data.images import Shrink
+from vitlab.data.sources import Arrays, Part, open_data
+from vitlab.data.transforms import eval_image
+from vitlab.evaluation.extract import Extracted, extract
+from vitlab.models.variants import Model
+from vitlab.models.vit import ViT
+from vitlab.weights.reading import Card
+from vitlab.weights.store import attach
+
+BATCH, COUNT = 40, 250  # pieces are of 80 here, and the set divides by neither
+
+
+class Counted(Arrays):
+    """Random pictures that note who was looked at, and that can interrupt."""
+
+    def __init__(self, count: int = COUNT, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        pixels = rng.integers(0, 256, (count, 9, 12, 3), dtype=np.uint8)
+        super().__init__("noise", pixels, rng.integers(0, 4, count), tuple("abcd"))
+        self.seen: list[int] = []
+        self.stop_at = -1
+
+    def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
+        if index == self.stop_at:
+            raise KeyboardInterrupt
+        self.seen.append(index)
+        return super().image(index, shrink)
+
+
+def tiny(seed: int = 0, **settings: object) -> ViT:
+    torch.manual_seed(seed)
+    model = vitlab.create("Ti/4", image_size=8, depth=1, width=12, heads=2, mlp=24, classes=4, dropout=0.2, **settings)  # type: ignore[arg-type]
+    assert isinstance(model, ViT)
+    torch.nn.init.normal_(model.head.weight)  # type: ignore[union-attr]
+    return model
+
+
+def small(model: Model, source: Arrays | Part, **options: object) -> Extracted:
+    return extract(model, source, batch=BATCH, device="cpu", workers=0, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], list[Path]]:
+    """Pieces of two batches, and the files that they are."""
+    monkeypatch.setattr("vitlab.evaluation.extract.ELSEWHERE", (BATCH, 2 * BATCH))
+    return lambda folder: sorted(folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("what", ["features", "logits"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_row_per_image_in_order(what: str, workers: int) -> None:
+    """The same as the model on one image after another; the set does not divide by the batch."""
+    model, source = tiny(), Counted(53)
+    found = extract(model, source, what=what, batch=10, workers=workers, device="cpu")  # type: ignore[arg-type]
+    model.eval()
+    with torch.no_grad():
+        images = [eval_image(source.image(i), (8, 8), Preprocess())[None] for i in range(53)]
+        alone = torch.cat([model.features(x) if what == "features" else model(x) for x in images])
+    np.testing.assert_allclose(found.values, alone.numpy(), rtol=1e-5, atol=1e-6)
+    assert found.values.dtype == np.float32
+    assert_array_equal(found.labels, source.labels)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = tiny().train()
+    model.norm.eval()
+    small(model, Counted(5))
+    assert model.training
+    assert model.blocks[0].training
+    assert not model.norm.training
+
+
+def test_the_models_own_preprocessing_is_used() -> None:
+    model, source = tiny(), Counted(5)
+    attach(model, Card(preprocess=Preprocess(mean=(0.2, 0.3, 0.4), std=(0.3, 0.2, 0.1), fit="stretch")))
+    stretched = small(model, source).values
+    model.eval()
+    with torch.no_grad():
+        image = eval_image(source.image(3), (8, 8), Preprocess((0.2, 0.3, 0.4), (0.3, 0.2, 0.1), fit="stretch"))
+        np.testing.assert_allclose(stretched[3], model.features(image[None])[0].numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_double_precision_and_no_head() -> None:
+    model, source = tiny().double(), Counted(5)
+    whole = small(model, source).values
+    assert whole.dtype == np.float32
+    headless = vitlab.create("Ti/4", image_size=8, depth=1, width=12, heads=2, mlp=24, classes=0)
+    with pytest.raises(UserError, match="has no head"):
+        small(headless, source, what="logits")
+
+
+def test_interrupted_and_continued(tmp_path: Path, pieces: Callable[[Path], list[Path]]) -> None:
+    """The same to the bit as in one go, and no finished piece is read again but for the look at its first image."""
+    model, source = tiny(), Counted()
+    whole = small(model, source)
+    source.stop_at = 170
+    with pytest.raises(KeyboardInterrupt):
+        small(model, source, keep=tmp_path)
+    assert len(pieces(tmp_path)) == 2  # images 0 to 159
+    assert list(tmp_path.glob("*.new")) == []
+    source.stop_at = -1
+    source.seen.clear()
+    continued = small(model, source, keep=tmp_path)
+    assert_array_equal(continued.values, whole.values)
+    assert sorted(set(source.seen)) == [0, 80, *range(160, COUNT)]
+    assert [source.seen.count(i) for i in range(170, 230)] == [1] * 60
+    source.seen.clear()
+    again = small(model, source, keep=tmp_path)
+    assert source.seen == [0, 80, 160, 240]
+    assert_array_equal(again.values, whole.values)
+
+
+def test_a_torn_piece_is_computed_again(
+    tmp_path: Path, pieces: Callable[[Path], list[Path]], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, source = tiny(), Counted()
+    whole = small(model, source, keep=tmp_path)
+    cut, flipped, emptied, sound = pieces(tmp_path)
+    cut.write_bytes(cut.read_bytes()[:-7])
+    data = bytearray(flipped.read_bytes())
+    data[-20] ^= 1
+    flipped.write_bytes(data)
+    emptied.write_bytes(b"")
+    before = sound.stat().st_mtime_ns
+    again = small(model, source, keep=tmp_path)
+    assert_array_equal(again.values, whole.values)
+    said = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    assert {line.split(" ")[0] for line in said} == {str(cut), str(flipped), str(emptied)}
+    assert sound.stat().st_mtime_ns == before
+    caplog.clear()
+    small(model, source, keep=tmp_path)
+    assert "damaged" not in caplog.text
+
+
+def test_no_piece_of_another_is_used(
+    tmp_path: Path, pieces: Callable[[Path], list[Path]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other weights, settings, preprocessing, values, images under the same names, labels: each its own pieces."""
+    caplog.set_level(logging.INFO, "vitlab")
+    source = Counted()
+    small(tiny(), source, keep=tmp_path)
+    framed = tiny()
+    attach(framed, Card(preprocess=Preprocess(crop=1.0)))
+    relabelled = Counted()
+    relabelled.labels = (relabelled.labels + 1) % 4
+    cases: list[tuple[Model, Arrays | Part, dict[str, str]]] = [
+        (tiny(1), source, {}),
+        (tiny(gelu="tanh"), source, {}),
+        (framed, source, {}),
+        (tiny(), source, {"what": "logits"}),
+        (tiny(), Counted(seed=1), {}),
+        (tiny(), relabelled, {}),
+        (tiny(), Part(source, np.arange(COUNT)[::-1].copy()), {}),
+    ]
+    for number, (model, images, options) in enumerate(cases, 2):
+        caplog.clear()
+        found = small(model, images, keep=tmp_path, **options)
+        assert_array_equal(found.values, small(model, images, **options).values)
+        assert "already" not in caplog.text
+        assert len(pieces(tmp_path)) == 4 * number
+    assert "of other weights or settings" not in caplog.text  # the last case is of the first's model
+    small(tiny(2), source, keep=tmp_path)
+    assert "of other weights or settings" in caplog.text
+
+
+def test_a_removed_image_costs_only_what_came_after(tmp_path: Path, pieces: Callable[[Path], list[Path]]) -> None:
+    """Whoever removes the broken image that stopped a long extraction keeps what was done before it."""
+    model, source = tiny(), Counted()
+    small(model, source, keep=tmp_path)
+    source.seen.clear()
+    rest = Part(source, np.delete(np.arange(COUNT), 100))
+    found = small(model, rest, keep=tmp_path)
+    assert set(range(1, 80)) & set(source.seen) == set()
+    np.testing.assert_allclose(found.values, np.delete(small(model, source).values, 100, 0), rtol=1e-5, atol=1e-6)
+
+
+def test_a_broken_image_is_named(tmp_path: Path, pieces: Callable[[Path], list[Path]]) -> None:
+    for label in ("cat", "dog"):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for i in range(60):
+            Image.new("RGB", (10, 10), (i, 2 * i, 90)).save(tmp_path / "photos" / label / f"{i:02}.png")
+    bad = tmp_path / "photos" / "dog" / "50.png"
+    bad.write_bytes(bad.read_bytes()[:40])
+    source, keep = open_data(str(tmp_path / "photos"), holdout=0.01).train, tmp_path / "kept"
+    assert str(bad) in {source.name(i) for i in range(len(source))}
+    with pytest.raises(UserError, match=r"dog/50\.png cannot be read .*mend or remove it"):
+        small(tiny(), source, keep=keep)  # type: ignore[arg-type]
+    assert len(pieces(keep)) == 1  # what was done before it stays
+
+
+def test_values_that_are_no_numbers_are_an_error() -> None:
+    model = tiny()
+    torch.nn.init.constant_(model.norm.bias, float("nan"))
+    with pytest.raises(UserError, match=r"no finite numbers for noise 0; its weights may be damaged"):
+        small(model, Counted(5))
+
+
+def test_a_folder_that_cannot_be_written_is_said_first(tmp_path: Path) -> None:
+    source = Counted(5)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"nothing can be kept in the folder .*file"):
+        small(tiny(), source, keep=tmp_path / "file")
+    assert source.seen == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "count", "said"), [(0, 5, "at least one image, not 0"), (4, 0, "there are no images")]
+)
+def test_what_cannot_be(batch: int, count: int, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        extract(tiny(), Counted(count), batch=batch, device="cpu")
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_extract import Counted, tiny
+from vitlab.evaluation.extract import extract
+
+class Slow(Counted):
+    def image(self, index, shrink=None):
+        time.sleep(0.002)
+        return super().image(index, shrink)
+
+extract(tiny(), Slow(4000), batch=40, workers=0, device="cpu", keep=Path({keep!r}))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_eager_and_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 is close to the CPU's float32, the model comes back, and the last batch, smaller, need not be compiled."""
+    model, source = tiny(), Counted(1000)
+    plain = extract(model, source, device="cpu").values
+    for pays in (1e9, 0):
+        monkeypatch.setattr("vitlab.evaluation.extract.PAYS", pays)
+        found = extract(model, source, batch=64, device="cuda", keep=tmp_path / str(pays)).values
+        assert np.abs(found - plain).max() < 0.05 * np.abs(plain).max()
+        assert next(model.parameters()).device.type == "cpu"
+
+
+@pytest.mark.slow
+def test_killed_and_continued(tmp_path: Path) -> None:
+    """kill -9 at any moment leaves whole pieces only; the rest is computed, and the result is that of one go."""
+    source = Counted(4000)
+    whole = extract(tiny(), source, batch=40, workers=0, device="cpu")
+    code = KILLED.format(tests=str(Path(__file__).parent), keep=str(tmp_path))
+    reached = [0]
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", code])
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("*.safetensors"))) < reached[-1] + 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL  # it was at work
+        reached.append(len(list(tmp_path.glob("*.safetensors"))))
+        assert reached[-1] > reached[-2]
+    source.seen.clear()
+    continued = extract(tiny(), source, batch=40, workers=0, device="cpu", keep=tmp_path)
+    assert_array_equal(continued.values, whole.values)
+    assert len(set(source.seen)) < 4000 - reached[-1] * 200

@@ -1,0 +1,320 @@
+"""Few-shot: against numpy's solve and scikit-learn's Ridge on the same matrix, limits, chance, and what cannot be."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose, assert_array_equal
+from numpy.typing import NDArray
+from PIL import Image
+from sklearn.linear_model import Ridge as SklearnRidge
+
+import vitlab
+from vitlab.cli import main
+from vitlab.config import UserError
+from vitlab.data.sources import open_data
+from vitlab.evaluation.extract import Extracted, extract
+from vitlab.evaluation.fewshot import Ridge, few_shot, fit, support
+
+WIDE, TALL = (20, 50), (300, 50)
+PENALTIES = (1e-3, 1.0, 1024.0, 1e6)
+
+
+def random_set(n: int, width: int, classes: int = 4, seed: int = 0) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Features with means and scales of their own, and labels of every class."""
+    rng = np.random.default_rng(seed)
+    features = rng.standard_normal((n, width)) * rng.uniform(0.01, 30, width) + rng.uniform(-50, 50, width)
+    return features.astype(np.float32), rng.permutation(np.arange(n) % classes)
+
+
+def augmented(features: NDArray[np.float32]) -> NDArray[np.float64]:
+    """The fact sheet's matrix, written out."""
+    x = features.astype(np.float64)
+    x = (x - x.mean(0)) / (x.std(0) + 1e-5)
+    return np.concatenate([x, np.full((len(x), 1), 100.0)], 1)
+
+
+def targets(labels: NDArray[np.int64], classes: int = 4) -> NDArray[np.float64]:
+    return 2 * np.eye(classes)[labels] - 1
+
+
+def close(found: NDArray[np.float64], true: NDArray[np.float64], tolerance: float = 1e-6) -> None:
+    assert np.abs(found - true).max() <= tolerance * np.abs(true).max()
+
+
+@pytest.mark.parametrize("shape", [WIDE, TALL, (50, 50), (51, 50), (3, 7)])
+def test_equals_numpys_solve_and_scikit_learns_ridge(shape: tuple[int, int]) -> None:
+    features, labels = random_set(*shape)
+    ridge = fit(features, labels, 4)
+    assert len(ridge.eigenvalues) == min(shape[0], shape[1] + 1)
+    x, y = augmented(features), targets(labels)
+    for l2 in PENALTIES:
+        close(ridge.weights(l2), np.linalg.solve(x.T @ x + l2 * np.eye(shape[1] + 1), x.T @ y))
+        theirs = SklearnRidge(alpha=l2, fit_intercept=False, solver="svd").fit(x, y)
+        close(ridge.weights(l2), theirs.coef_.T)
+
+
+@pytest.mark.parametrize("shape", [WIDE, TALL])
+def test_as_l2_grows_l2_times_w_becomes_xty(shape: tuple[int, int]) -> None:
+    features, labels = random_set(*shape)
+    ridge = fit(features, labels, 4)
+    x, y = augmented(features), targets(labels)
+    errors = [np.abs(l2 * ridge.weights(l2) - x.T @ y).max() / np.abs(x.T @ y).max() for l2 in (1e8, 1e10, 1e12)]
+    assert errors[0] > 10 * errors[1] > 100 * errors[2]
+    assert errors[2] < 1e-5
+
+
+@pytest.mark.parametrize("shape", [WIDE, TALL])
+def test_chunks_change_nothing(shape: tuple[int, int]) -> None:
+    features, labels = random_set(*shape)
+    whole, chunked = fit(features, labels, 4), fit(features, labels, 4, chunk=7)
+    test, _ = random_set(90, 50, seed=1)
+    for l2 in PENALTIES:
+        close(chunked.weights(l2), whole.weights(l2), 1e-9)
+    assert_array_equal(chunked.guesses(test, PENALTIES, chunk=11), whole.guesses(test, PENALTIES))
+
+
+def test_one_decomposition_serves_every_l2_and_the_test_is_scaled_by_the_support() -> None:
+    train, labels = random_set(*TALL)
+    test, truth = random_set(90, 50, seed=1)
+    sets = Extracted(train, labels), Extracted(test, truth)
+    together = list(few_shot(*sets, shots=[5, None], l2=PENALTIES, seeds=2))
+    apart = [next(few_shot(*sets, shots=[shots], l2=[l2], seeds=2)) for shots in (5, None) for l2 in PENALTIES]
+    assert together == apart
+    mean, deviation = train.astype(np.float64).mean(0), train.astype(np.float64).std(0) + 1e-5
+    x = np.concatenate([(test - mean) / deviation, np.full((90, 1), 100.0)], 1)
+    own = augmented(train)
+    w = np.linalg.solve(own.T @ own + 1024 * np.eye(51), own.T @ targets(labels))
+    assert together[6].l2 == 1024
+    assert together[6].hits == (int(((x @ w).argmax(1) == truth).sum()),)
+
+
+def test_labels_without_meaning_give_chance() -> None:
+    """Hits of a guess are binomial; five deviations are passed once in two million."""
+    classes, images = 10, 4000
+    train, labels = random_set(1000, 30, classes)
+    test, truth = random_set(images, 30, classes, seed=1)
+    chance, deviation = 1 / classes, math.sqrt(1 / classes * (1 - 1 / classes) / images)
+    for result in few_shot(Extracted(train, labels), Extracted(test, truth), shots=[5, None], l2=[1, 1024], seeds=2):
+        assert all(abs(accuracy - chance) < 5 * deviation for accuracy in result.accuracies)
+
+
+def test_separate_classes_are_learned_and_permuted_labels_are_not() -> None:
+    rng = np.random.default_rng(0)
+    centres = rng.standard_normal((5, 20)) * 4
+    labels, truth = np.arange(500) % 5, np.arange(1000) % 5
+    train = (centres[labels] + rng.standard_normal((500, 20))).astype(np.float32)
+    test = (centres[truth] + rng.standard_normal((1000, 20))).astype(np.float32)
+    (real,) = few_shot(Extracted(train, labels), Extracted(test, truth), shots=[10])
+    (fake,) = few_shot(Extracted(train, rng.permutation(labels)), Extracted(test, rng.permutation(truth)), shots=[10])
+    assert real.mean > 0.97
+    assert abs(fake.mean - 0.2) < 5 * math.sqrt(0.2 * 0.8 / 1000)
+    assert real.std == pytest.approx(np.std(real.accuracies, ddof=1))
+
+
+def test_a_constant_feature_is_harmless() -> None:
+    features, labels = random_set(*TALL)
+    flat = np.concatenate([features, np.full((300, 1), 7, np.float32)], 1)
+    assert_allclose(fit(flat, labels, 4).weights(1024)[:50], fit(features, labels, 4).weights(1024)[:50], atol=1e-12)
+
+
+# ---- the draw
+
+
+def test_the_support_is_balanced_nested_and_seeded() -> None:
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(6), 40))
+    five, ten = support(labels, 5, 0), support(labels, 10, 0)
+    assert_array_equal(np.bincount(labels[five]), [5] * 6)
+    assert set(five) < set(ten)
+    assert_array_equal(five, support(labels, 5, 0))
+    assert set(five) != set(support(labels, 5, 1))
+
+
+def test_a_classs_draw_hangs_on_no_other_class() -> None:
+    labels = np.repeat(np.arange(3), 20)
+    alone = support(labels[20:], 4, 7) + 20
+    assert_array_equal(alone, [i for i in support(labels, 4, 7) if i >= 20])
+
+
+def test_every_image_is_drawn_equally_often() -> None:
+    labels = np.repeat([0, 1], 10)
+    drawn = np.bincount(np.concatenate([support(labels, 3, seed) for seed in range(2000)]), minlength=20)
+    assert np.abs(drawn - 600).max() < 5 * math.sqrt(2000 * 0.3 * 0.7)
+
+
+# ---- what cannot be, and what is said
+
+
+def test_classes_that_do_not_match() -> None:
+    features, labels = random_set(40, 6)
+    names = ("ant", "bee", "cat", "dog")
+    whole = Extracted(features, labels)
+    few = Extracted(features[labels != 1], labels[labels != 1])
+    with pytest.raises(UserError, match=r"test images have class 'bee', which no training image has"):
+        list(few_shot(few, whole, shots=[1], classes=names))
+    with pytest.raises(
+        UserError, match=r"class 'ant' has 10 of the 11 training images that 11 shots need; .* at most 10"
+    ):
+        list(few_shot(whole, whole, shots=[1, 11], classes=names))
+    (result,) = few_shot(whole, few, shots=[None], classes=names)
+    assert result.images == 30
+    ridge = fit(features, labels, 4)
+    assert result.hits[0] == (ridge.guesses(few.values, [1024.0])[0] == few.labels).sum()
+
+
+def test_labels_need_not_be_dense() -> None:
+    features, labels = random_set(60, 6)
+    apart = np.array([3, 7, 20, 21])
+    dense, sparse = Extracted(features, labels), Extracted(features, apart[labels])
+    (a,), (b,) = few_shot(dense, dense, shots=[None]), few_shot(sparse, sparse, shots=[None])
+    assert a == b
+
+
+@pytest.mark.parametrize(("l2", "seeds"), [((0.0,), 1), ((-1.0,), 1), ((1.0,), 0)])
+def test_settings_that_cannot_be(l2: tuple[float, ...], seeds: int) -> None:
+    whole = Extracted(*random_set(40, 6))
+    with pytest.raises(UserError, match="must be positive"):
+        list(few_shot(whole, whole, shots=[1], l2=l2, seeds=seeds))
+
+
+def test_memory_stays_within_what_is_stated(tmp_path: Path) -> None:
+    """The features on disk, 20 MB; beside them no more than the docstring says."""
+    n, width, classes, chunk = 80_000, 64, 10, 1000
+    features = np.memmap(tmp_path / "features", np.float32, "w+", shape=(n, width))
+    features[:] = np.random.default_rng(0).standard_normal((n, width), np.float32)
+    labels = np.arange(n) % classes
+    tracemalloc.start()
+    ridge: Ridge = fit(features, labels, classes, chunk=chunk)
+    ridge.guesses(features, [1024.0], chunk=chunk)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    stated = 6 * (width + 1) ** 2 + 4 * (width + 1) * classes + chunk * (3 * width + classes + 3) + 10 * n
+    assert peak < 8 * stated
+    assert 8 * stated < features.nbytes
+
+
+# ---- the command
+
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`vitlab WORDS`: its exit code and what it prints."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["vitlab", *words])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        printed = capsys.readouterr()
+        return int(str(stop.value.code)), printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("fewshot") / "run"
+    vitlab.save(vitlab.create("Ti/4", image_size=8, depth=1, width=24, heads=2, mlp=48, classes=10), folder)
+    return folder
+
+
+def test_the_command_on_digits(model: Path, tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture) -> None:
+    target = tmp_path / "fewshot.json"
+    options = ["--shots", "1,5,all", "--l2", "1,2^10", "--json", str(target)]
+    code, out, err = command("fewshot", str(model), "digits", *options)
+    assert code == 0, err
+    said = json.loads(target.read_text())
+    assert said["images"] == {"train": 1198, "test": 599}
+    assert [(r["shots"], r["l2"]) for r in said["results"]] == [(s, p) for s in (1, 5, "all") for p in (1, 1024)]
+    assert [len(r["hits"]) for r in said["results"]] == [3, 3, 3, 3, 1, 1]
+    data, net = open_data("digits"), vitlab.load(model)
+    train, test = extract(net, data.train), extract(net, data.test)
+    for result, known in zip(few_shot(train, test, shots=[1, 5, None], l2=[1, 1024]), said["results"], strict=True):
+        assert list(result.hits) == known["hits"]
+        assert f"{result.mean:.2%}" + ("" if result.std is None else f" ± {result.std:.2%}") in out
+    assert said["results"][-1]["accuracy"] > 0.5  # a fresh model's features tell digits apart
+    kept = model / "features"
+    assert f"features are kept in {kept}" in out
+    assert len(list(kept.glob("*.safetensors"))) == 5 + 3
+    code, out, err = command("fewshot", str(model), "digits", "--shots", "5", "--seeds", "1")
+    assert (code, "one draw" in out) == (0, True)
+    assert f"train features: 1198 of 1198 images are in {kept} already" in caplog.text
+
+
+def test_a_file_of_weights_keeps_nothing_unless_asked(model: Path, tmp_path: Path, command: Command) -> None:
+    weights = str(model / "model.safetensors")
+    before = set(model.iterdir())
+    code, out, err = command("fewshot", weights, "digits", "--shots", "1")
+    assert code == 0, err
+    assert "features are not kept (--keep FOLDER keeps them)" in out
+    assert set(model.iterdir()) == before
+    command("fewshot", weights, "digits", "--shots", "1", "--keep", str(tmp_path / "kept"))
+    assert len(list((tmp_path / "kept").glob("*.safetensors"))) == 5 + 3
+
+
+def test_a_class_without_test_images_is_said(model: Path, tmp_path: Path, command: Command) -> None:
+    for split, labels in (("train", "abc"), ("test", "ab")):
+        for label in labels:
+            (tmp_path / split / label).mkdir(parents=True)
+            for i in range(3):
+                image = Image.new("RGB", (8, 8), (80 * (ord(label) - 97), 5 * i, 9))
+                image.save(tmp_path / split / label / f"{i}.png")
+    target = tmp_path / "x.json"
+    code, out, err = command("fewshot", str(model), str(tmp_path), "--shots", "3", "--json", str(target))
+    assert code == 0, err
+    assert "note: no test image is of class 'c'; accuracy is over the 6 images there are" in out
+    assert json.loads(target.read_text())["results"][0]["images"] == 6
+    shutil.rmtree(tmp_path / "train" / "b")
+    code, out, err = command("fewshot", str(model), str(tmp_path), "--shots", "3")
+    assert (code, out) == (1, "")
+    assert "the test images have class 'b', which no training image has" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--shots", "1,,5"], "--shots must be a list such as 1,5,10, not '1,,5'"),
+        (["--shots", "0"], "--shots must be whole numbers from 1 on"),
+        (["--shots", "few"], "--shots must be whole numbers from 1 on"),
+        (["--l2", "2^x"], "--l2 must be positive numbers such as 1024, 2^10 or 1e-3, not '2^x'"),
+        (["--l2", "-1"], "--l2 must be positive numbers"),
+        (["--shots", "500"], "of the 500 training images that 500 shots need"),
+        (["--json", "no/such/folder.json"], "--json no/such/folder.json cannot be written"),
+        (["--device", "abacus"], "there is no device 'abacus'"),
+    ],
+)
+def test_mistakes_get_one_sentence(options: list[str], said: str, model: Path, command: Command) -> None:
+    code, _, err = command("fewshot", str(model), "digits", *options)
+    assert code == 1
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    vitlab.save(vitlab.create("Ti/4", image_size=32, classes=0), folder)
+    words = [Path(sys.executable).with_name("vitlab"), "fewshot", str(folder), "digits"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(folder.glob("features/*.safetensors")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == f"stopped; the same command goes on from {folder / 'features'}"
+    assert "Traceback" not in errors

@@ -1,0 +1,122 @@
+"""ReaL against counts by hand."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vitlab.config import UserError
+from vitlab.evaluation.real import Real, image_number, read_real, real_accuracy
+
+REAL = Path(__file__).parents[2] / ".." / "shared" / "labels" / "real.json"
+
+
+def name(number: int) -> str:
+    return f"val/n01440764/ILSVRC2012_val_{number:08d}.JPEG"
+
+
+def test_a_case_by_hand() -> None:
+    lists = [[3], [1, 2], [], [7, 8, 9], [5], []]
+    # image        1  2  3  4  5  6
+    guesses = np.array([3, 2, 0, 8, 6, 5])  # right, right, skipped, right, wrong, skipped
+    assert real_accuracy(guesses, [name(i) for i in range(1, 7)], lists) == Real(images=4, correct=3, skipped=2)
+
+
+def test_the_number_decides_not_the_order() -> None:
+    lists = [[3], [1, 2], [], [7]]
+    found = real_accuracy(np.array([7, 1, 0]), [name(4), name(2), name(1)], lists)
+    assert found == Real(images=3, correct=2, skipped=0)
+    assert found.accuracy == pytest.approx(2 / 3)
+
+
+def test_nothing_to_judge_has_no_rate() -> None:
+    assert real_accuracy(np.array([1]), [name(1)], [[]]).accuracy is None
+
+
+@pytest.mark.parametrize(
+    ("file", "number"),
+    [
+        ("ILSVRC2012_val_00000001.JPEG", 1),
+        ("/data/val/n01751748/ILSVRC2012_val_00050000.jpeg", 50_000),
+        ("ILSVRC2012_val_00000007_n01751748.JPEG", 7),
+        ("data/validation.parquet row 12 (ILSVRC2012_val_00000042.JPEG)", 42),
+        ("data/validation.parquet row 12 (a folder/ILSVRC2012_val_00000042_n01751748.JPEG)", 42),
+        ("photos/00000123.png", 123),
+    ],
+)
+def test_names_that_say_their_number(file: str, number: int) -> None:
+    assert image_number(file, 50_000) == number - 1
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "cat.jpg",
+        "n01440764_10026.JPEG",  # a training image: its number is another
+        "digits 7",
+        "data/validation.parquet row 12",
+        "ILSVRC2012_val_00000001",
+        "ILSVRC2012_test_00000001.JPEG",
+    ],
+)
+def test_names_that_do_not(file: str) -> None:
+    with pytest.raises(UserError, match="does not say which") as error:
+        image_number(file, 50_000)
+    assert file in str(error.value)
+
+
+@pytest.mark.parametrize("number", [0, 7])
+def test_numbers_outside_the_lists(number: int) -> None:
+    with pytest.raises(UserError, match=f"number {number}.*6 lists"):
+        real_accuracy(np.array([1]), [name(number)], [[1]] * 6)
+
+
+def test_two_images_of_one_number() -> None:
+    with pytest.raises(UserError, match="same number"):
+        real_accuracy(np.array([1, 1]), ["a/0001.png", "b/0001.png"], [[1]] * 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[[1], [2", "is not JSON"),
+        ("{}", "list of lists"),
+        ("[]", "list of lists"),
+        ("[[1], 3]", "entry 1"),
+        ("[[1], [], [1000]]", "entry 2"),
+        ('[["cat"]]', "entry 0"),
+        ("[[true]]", "entry 0"),
+        ("[[1.5]]", "entry 0"),
+    ],
+)
+def test_bad_files_are_a_sentence(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "real.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said) as error:
+        read_real(path)
+    assert str(path) in str(error.value)
+
+
+def test_no_file_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        read_real(tmp_path / "none.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="is not JSON"):
+        read_real(tmp_path / "binary.json")
+
+
+def test_a_good_file_round_trips(tmp_path: Path) -> None:
+    path = tmp_path / "real.json"
+    path.write_text(json.dumps([[0, 999], []]))
+    assert read_real(path) == [[0, 999], []]
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="the ReaL labels are not here")
+def test_the_published_file() -> None:
+    lists = read_real(REAL)
+    assert len(lists) == 50_000
+    first = np.array([entry[0] if entry else 0 for entry in lists])
+    found = real_accuracy(first, [name(i) for i in range(1, 50_001)], lists)
+    assert found.images == found.correct == sum(len(entry) > 0 for entry in lists)
+    assert found.images + found.skipped == 50_000

@@ -1,0 +1,183 @@
+"""Scores against scikit-learn, scipy's binomial and plain loops."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.stats import binom
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support, top_k_accuracy_score
+
+from vitlab.config import UserError
+from vitlab.evaluation.scores import (
+    calibration,
+    calibration_interval,
+    confusion,
+    interval,
+    intervals,
+    per_class,
+    top_hits,
+)
+
+
+def drawn(n: int, k: int, seed: int = 0, sharpness: float = 1.0) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Logits, and labels drawn from their softmax; with another sharpness the logits are wrongly sure."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(n, k)) * 2
+    labels = (logits + rng.gumbel(size=(n, k))).argmax(1)
+    return (logits * sharpness).astype(np.float32), labels
+
+
+def softmax(logits: NDArray[np.floating]) -> NDArray[np.float64]:
+    odds = np.exp(logits.astype(np.float64))
+    return odds / odds.sum(1, keepdims=True)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 7), st.data())
+def test_confusion_and_rates_are_scikit_learns(k: int, data: st.DataObject) -> None:
+    pairs = data.draw(st.lists(st.tuples(st.integers(0, k - 1), st.integers(0, k - 1)), min_size=1, max_size=40))
+    labels, guesses = np.array(pairs).T
+    matrix = confusion(guesses, labels, k)
+    assert (matrix == confusion_matrix(labels, guesses, labels=range(k))).all()
+    rows = per_class(matrix, [f"c{i}" for i in range(k)])
+    precision, recall, _, support = precision_recall_fscore_support(
+        labels, guesses, labels=range(k), zero_division=np.nan
+    )
+    for i, row in enumerate(rows):
+        assert (row.name, row.images) == (f"c{i}", support[i])
+        assert row.correct == sum(label == guess == i for label, guess in pairs)
+        assert (row.precision is None) == np.isnan(precision[i])
+        assert (row.recall is None) == np.isnan(recall[i])
+        assert row.precision is None or row.precision == pytest.approx(precision[i])
+        assert row.recall is None or row.recall == pytest.approx(recall[i])
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_top_hits_are_scikit_learns(k: int) -> None:
+    logits, labels = drawn(500, 9)
+    expected = top_k_accuracy_score(labels, logits, k=k, labels=range(9))
+    assert top_hits(logits, labels, k).mean() == pytest.approx(expected)
+
+
+def test_more_places_than_classes_always_hit() -> None:
+    logits, labels = drawn(10, 3)
+    assert top_hits(logits, labels, 5).all()
+
+
+# ---- calibration
+
+
+def plain_error(odds: NDArray[np.float64], labels: NDArray[np.int64], bins: int) -> float:
+    total = 0.0
+    for b in range(bins):
+        inside = [i for i, row in enumerate(odds) if b / bins < row.max() <= (b + 1) / bins]
+        if inside:
+            confidence = sum(odds[i].max() for i in inside) / len(inside)
+            right = sum(odds[i].argmax() == labels[i] for i in inside) / len(inside)
+            total += len(inside) / len(odds) * abs(confidence - right)
+    return total
+
+
+@pytest.mark.parametrize("bins", [1, 10, 15])
+@pytest.mark.parametrize("k", [2, 10])
+def test_calibration_error_is_the_plain_loops(k: int, bins: int) -> None:
+    logits, labels = drawn(300, k, sharpness=2.0)
+    odds = softmax(logits)
+    found = calibration(odds, labels, bins)
+    assert found.error == pytest.approx(plain_error(odds, labels, bins), abs=1e-12)
+    assert found.count.sum() == 300
+    assert np.isnan(found.accuracy[found.count == 0]).all()
+    full = found.count > 0
+    gap = np.abs(found.accuracy - found.confidence)[full]
+    assert (found.count[full] * gap).sum() / 300 == pytest.approx(found.error)
+
+
+def test_bins_have_their_upper_edge() -> None:
+    odds = np.array([[0.5, 0.5], [0.6, 0.4], [0.7, 0.3], [1.0, 0.0]])
+    assert calibration(odds, np.zeros(4, np.int64), 10).count.tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 0, 1]
+
+
+def test_the_interval_of_the_calibration_error_is_that_of_resampled_images() -> None:
+    """Counts of cells against drawing the images themselves, mirrored at the error."""
+    logits, labels = drawn(400, 6, sharpness=2.5)
+    odds = softmax(logits)
+    rng = np.random.default_rng(1)
+    again = [calibration(odds[i], labels[i]).error for i in rng.integers(0, 400, (1500, 400))]
+    low, high = np.quantile(again, [0.025, 0.975])
+    error = calibration(odds, labels).error
+    assert calibration_interval(odds, labels) == pytest.approx((2 * error - high, 2 * error - low), abs=0.006)
+
+
+def test_the_interval_of_the_calibration_error_covers() -> None:
+    """The true error of a model that is too sure, from very many images, in most intervals from few."""
+    logits, labels = drawn(200_000, 5, sharpness=2.0)
+    odds = softmax(logits)
+    truth = calibration(odds, labels).error
+    rng = np.random.default_rng(0)
+    covered = 0
+    for chosen in rng.integers(0, len(labels), (60, 500)):
+        low, high = calibration_interval(odds[chosen], labels[chosen], draws=300)
+        covered += low <= truth <= high
+    assert covered >= 48  # of 60; 57 are expected of a perfect interval
+
+
+# ---- intervals of rates
+
+
+@pytest.mark.parametrize(("n", "right"), [(20, 13), (599, 560), (50_000, 40_123)])
+def test_interval_is_the_binomials(n: int, right: int) -> None:
+    hits = np.arange(n) < right
+    low, high = interval(hits)
+    expected = binom.ppf([0.025, 0.975], n, right / n) / n
+    spread = np.sqrt(right / n * (1 - right / n) / n)
+    assert abs(low - expected[0]) < max(0.15 * spread, 1 / n)
+    assert abs(high - expected[1]) < max(0.15 * spread, 1 / n)
+    assert low < right / n < high
+
+
+def test_interval_covers() -> None:
+    rng = np.random.default_rng(3)
+    counts = rng.binomial(300, 0.8, 400)
+    bounds = intervals(counts, np.full(400, 300))
+    covered = ((bounds[:, 0] <= 0.8) & (bounds[:, 1] >= 0.8)).mean()
+    assert 0.91 < covered < 0.98
+
+
+def test_a_narrower_level_gives_a_narrower_interval() -> None:
+    hits = np.arange(100) < 70
+    wide, narrow = interval(hits, level=0.95), interval(hits, level=0.5)
+    assert wide[0] < narrow[0] < 0.7 < narrow[1] < wide[1]
+
+
+def test_many_rates_at_once_have_none_where_there_is_nothing() -> None:
+    bounds = intervals(np.array([0, 5, 10]), np.array([0, 10, 10]))
+    assert np.isnan(bounds[0]).all()
+    assert 0.1 < bounds[1, 0] < 0.3
+    assert 0.7 < bounds[1, 1] < 0.9
+    assert bounds[2].tolist() == [1.0, 1.0]
+
+
+def test_the_same_seed_is_the_same_interval() -> None:
+    hits = np.arange(50) < 20
+    assert interval(hits, seed=1) == interval(hits, seed=1)
+    assert interval(hits, draws=50, seed=1) != interval(hits, draws=50, seed=2)
+
+
+def test_a_rate_of_nothing_is_a_sentence() -> None:
+    with pytest.raises(UserError, match="no images"):
+        interval(np.zeros(0, bool))
+    with pytest.raises(UserError, match="no images"):
+        calibration(np.zeros((0, 3)), np.zeros(0, np.int64))
+
+
+def test_fifty_thousand_images_are_quick() -> None:
+    logits, labels = drawn(50_000, 20)
+    odds = softmax(logits)
+    began = time.process_time()
+    interval(odds.argmax(1) == labels)
+    calibration_interval(odds, labels)
+    intervals(np.full(1000, 40), np.full(1000, 50))
+    assert time.process_time() - began < 8

@@ -1,0 +1,103 @@
+"""ImageNet ReaL: the validation images with every class that people see in them, as lists of class numbers.
+
+A guess is right if it is in its image's list. Images with an empty list are skipped. An image is found by the number
+in its file name: ILSVRC2012_val_00000001.JPEG has the first list.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitlab.config import UserError
+from vitlab.data.draws import Ints
+from vitlab.data.images import EXTENSIONS
+
+CLASSES = 1000
+# ILSVRC2012_val_00000001, the same with a synset after it, or a bare number; a training image is called n01440764_10026
+NUMBER = re.compile(r"(?:^|.*_)val_(\d+)(?:_n\d{8})?|(\d+)")
+
+Lists = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Real:
+    """Images whose lists are not empty, how many guesses are in theirs, and how many images were skipped."""
+
+    images: int
+    correct: int
+    skipped: int
+
+    @property
+    def accuracy(self) -> float | None:
+        return self.correct / self.images if self.images else None
+
+
+def real_accuracy(guesses: Ints, names: Sequence[str], lists: Lists) -> Real:
+    """Count the guesses (n,) for images called `names` (n,) that are in their image's list."""
+    return counted(*real_hits(guesses, image_numbers(names, len(lists)), lists))
+
+
+def counted(hits: NDArray[np.bool_], judged: NDArray[np.bool_]) -> Real:
+    return Real(int(judged.sum()), int(hits.sum()), int((~judged).sum()))
+
+
+def real_hits(guesses: Ints, numbers: Ints, lists: Lists) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """(n,) whether each guess is in the list of that number, and whether there is anything in that list."""
+    found = [
+        (guess in lists[i], len(lists[i]) > 0) for guess, i in zip(guesses.tolist(), numbers.tolist(), strict=True)
+    ]
+    both = np.array(found, bool).reshape(-1, 2)
+    return both[:, 0], both[:, 1]
+
+
+def image_numbers(names: Sequence[str], count: int) -> Ints:
+    """(n,) the place of each image in a file of `count` lists; every image has one of its own."""
+    numbers = np.array([image_number(name, count) for name in names], np.int64)
+    places, times = np.unique(numbers, return_counts=True)
+    if len(places) < len(numbers):
+        again = int(places[times > 1][0])
+        one, two = np.flatnonzero(numbers == again)[:2].tolist()
+        raise UserError(
+            f"{names[one]} and {names[two]} have the same number, so these are not ImageNet's validation images, "
+            "which ReaL is about"
+        )
+    return numbers
+
+
+def image_number(name: str, count: int) -> int:
+    file = PurePath(name.removesuffix(")"))  # rows of parquet files end in "(path)"
+    stem = re.split(r"[\\/ (]", file.stem)[-1]
+    match = NUMBER.fullmatch(stem) if file.suffix.lower() in EXTENSIONS else None
+    if match is None:
+        raise UserError(
+            f"{name} does not say which of ImageNet's validation images it is; ReaL needs names such as "
+            "ILSVRC2012_val_00000001.JPEG"
+        )
+    number = int(match[1] or match[2])
+    if not 1 <= number <= count:
+        raise UserError(f"{name} has the number {number}, and the file of ReaL labels has {count:,} lists, from 1 on")
+    return number - 1
+
+
+def read_real(path: Path) -> list[list[int]]:
+    """The lists in a real.json, checked."""
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); it should be the real.json of ImageNet ReaL") from None
+    if not isinstance(data, list) or not data:
+        raise UserError(f"{path} should be a list of lists of class numbers, one for each validation image")
+    for place, entry in enumerate(data):
+        if not isinstance(entry, list) or not all(type(number) is int and 0 <= number < CLASSES for number in entry):
+            raise UserError(
+                f"entry {place} of {path} should be a list of class numbers from 0 to {CLASSES - 1}, not "
+                f"{json.dumps(entry)[:60]}"
+            )
+    return data

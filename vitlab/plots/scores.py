@@ -1,0 +1,125 @@
+"""Figures of a classifier's scores: which classes it takes for which, and whether it knows how sure it may be."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitlab.plots.style import COLOURS, FAINT, INK, MAP, drawing, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COUNTED = 15  # classes up to which cells show their number of images
+NAMED = 60  # classes up to which rows and columns show their names
+LONGEST = 24  # letters of a name
+
+
+class Binned(Protocol):
+    """A calibration: per bin of confidence the images, their mean confidence and their accuracy (nan: none)."""
+
+    @property
+    def error(self) -> float: ...
+
+    @property
+    def count(self) -> NDArray[np.int64]: ...
+
+    @property
+    def confidence(self) -> NDArray[np.float64]: ...
+
+    @property
+    def accuracy(self) -> NDArray[np.float64]: ...
+
+
+def confusion_figure(matrix: NDArray[np.int64], names: Sequence[str]) -> "Figure":
+    """Shares of each class's images (rows) by guess (columns); a class without images is grey.
+
+    Of many classes, those that have no images and are never guessed are left out.
+    """
+    shown = np.arange(len(names))
+    if len(names) > NAMED:
+        shown = np.flatnonzero(matrix.sum(0) + matrix.sum(1))
+        matrix = matrix[np.ix_(shown, shown)]
+    k = len(shown)
+    with drawing():
+        import matplotlib
+        from matplotlib.colors import PowerNorm
+
+        cell = 0.5 if k <= COUNTED else 0.22
+        side = min(max(3.0, cell * k), 13.0) if k <= NAMED else 8.0
+        figure = new_figure(side + 2.6, side + 1.6)
+        axes = figure.add_subplot()
+        images = matrix.sum(1, keepdims=True)
+        share = np.ma.masked_where(np.broadcast_to(images == 0, matrix.shape), matrix / np.maximum(images, 1))
+        colours = matplotlib.colormaps[MAP].with_extremes(bad="#D9D9D9")
+        # the root: a few per cent taken for another class are the news, and would look like none
+        picture = axes.imshow(share, cmap=colours, norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
+        bar = figure.colorbar(picture, ax=axes, shrink=0.8, pad=0.02, ticks=[0, 0.01, 0.05, 0.2, 0.5, 1])
+        bar.ax.set_yticklabels(["0", "1 %", "5 %", "20 %", "50 %", "100 %"])
+        bar.set_label("share of the class's images")
+        axes.grid(False)
+        name_axes(axes, [names[i] for i in shown.tolist()], shown)
+        if k <= COUNTED:
+            write_counts(axes, matrix, share)
+        wrong = int(matrix.sum() - np.trace(matrix))
+        axes.set_title(f"{wrong:,} of {int(matrix.sum()):,} images are taken for another class", loc="left")
+    return figure
+
+
+def name_axes(axes: Any, names: Sequence[str], numbers: NDArray[np.int64]) -> None:
+    k = len(names)
+    if k <= NAMED:
+        size = 9 if k <= COUNTED else 7
+        words = [short(name) for name in names]
+        upright = max(map(len, words)) > 2
+        turn: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if upright else {}
+        axes.set_xticks(range(k), words, fontsize=size, parse_math=False, **turn)
+        axes.set_yticks(range(k), words, fontsize=size, parse_math=False)
+        axes.set_xlabel("guess")
+        axes.set_ylabel("truth")
+        axes.tick_params(length=2)
+    else:
+        places = np.linspace(0, k - 1, 9).round().astype(int)
+        axes.set_xticks(places, numbers[places])
+        axes.set_yticks(places, numbers[places])
+        axes.set_xlabel("guess, by number of the class (from 0)")
+        axes.set_ylabel("truth, by number of the class")
+
+
+def write_counts(axes: Any, matrix: NDArray[np.int64], share: Any) -> None:
+    for (i, j), images in np.ndenumerate(matrix):
+        if images:
+            dark = float(share[i, j]) < 0.4
+            size = 9 if images < 1000 else 7 if images < 100_000 else 5
+            axes.text(j, i, f"{images}", ha="center", va="center", fontsize=size, color="white" if dark else "black")
+
+
+def short(name: str) -> str:
+    """A name that leaves room for the picture, on one line."""
+    flat = " ".join(name.split()) or name
+    return flat if len(flat) <= LONGEST else flat[: LONGEST - 1] + "…"
+
+
+def calibration_figure(calibration: Binned) -> "Figure":
+    """Accuracy by confidence; on the diagonal a model is right as often as it says. Below, the images of each bin."""
+    count, bins = calibration.count, len(calibration.count)
+    left, full = np.arange(bins) / bins, calibration.count > 0
+    with drawing():
+        figure = new_figure(5.2, 5.4)
+        top, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+        top.plot([0, 1], [0, 1], color=FAINT, linestyle="--", linewidth=1, label="right as often as it says")
+        heights = calibration.accuracy[full]
+        top.bar(left[full], heights, 1 / bins, align="edge", color=COLOURS[0], alpha=0.75, edgecolor="white")
+        mean, label = calibration.confidence[full], "accuracy at the mean confidence"
+        top.plot(mean, heights, marker="o", markersize=4, color=COLOURS[1], label=label)
+        top.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy")
+        top.set_title(f"calibration error {calibration.error:.1%}, {int(count.sum()):,} images", loc="left")
+        figure.legend(loc="outside lower center", ncols=2)
+        below.bar(left, count, 1 / bins, align="edge", color=FAINT, edgecolor="white")
+        below.set_yscale("symlog", linthresh=10)
+        below.set(xlabel="confidence of the guess", ylabel="images", ylim=(0, max(10, 2 * count.max())))
+        ticks = [t for t in (1, 10, 100, 1000, 10_000, 100_000, 1_000_000) if t <= max(10, count.max())]
+        below.set_yticks(ticks, [f"{t:,}" for t in ticks], color=INK)
+        below.minorticks_off()
+    return figure

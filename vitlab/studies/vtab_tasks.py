@@ -1,0 +1,169 @@
+"""The 19 tasks of VTAB-1k, and their data as the public mirrors for PyTorch lay it out: images and lists.
+
+ROOT/dtd/train800val200.txt      lines such as "images/banded_0002.jpg 0": a path below ROOT/dtd, and a class
+ROOT/dtd/test.txt
+ROOT/dtd/train800.txt            only for choosing a learning rate: train on these,
+ROOT/dtd/val200.txt              test on these
+"""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from vitlab.config import UserError, listed
+from vitlab.data.draws import SUBSET, Ints, keys
+from vitlab.data.folder import Files
+from vitlab.data.sources import Data
+from vitlab.evaluation.evaluate import put
+
+Group = Literal["natural", "specialised", "structured"]
+GROUPS: tuple[Group, ...] = ("natural", "specialised", "structured")
+TRAIN, VALIDATION, BOTH, TEST = "train800", "val200", "train800val200", "test"
+SIZES = {TRAIN: 800, VALIDATION: 200, BOTH: 1000}  # images of the benchmark's lists
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task: its folder's name, how many classes and test images it has, and which changes leave its labels true."""
+
+    name: str
+    group: Group
+    about: str
+    classes: int
+    tests: int  # images of the benchmark's test list
+    origin: str  # where the images come from
+    crop: bool = True  # whether a part of the image has the same label
+    flip: bool = True  # and its mirror image
+
+
+VGG, CLEVR = "robots.ox.ac.uk/~vgg/data", "cs.stanford.edu/people/jcjohns/clevr"
+SPRITES, NORB = "github.com/google-deepmind/dsprites-dataset", "cs.nyu.edu/~ylclab/data/norb-v1.0-small"
+
+TASKS = (
+    Task("caltech101", "natural", "objects (and clutter)", 102, 6_084, "data.caltech.edu, Caltech 101"),
+    Task("cifar", "natural", "CIFAR-100", 100, 10_000, "cs.toronto.edu/~kriz, CIFAR-100"),
+    Task("dtd", "natural", "textures", 47, 1_880, f"{VGG}/dtd"),
+    Task("oxford_flowers102", "natural", "flowers", 102, 6_149, f"{VGG}/flowers/102"),
+    Task("oxford_iiit_pet", "natural", "breeds of cats and dogs", 37, 3_669, f"{VGG}/pets"),
+    Task("sun397", "natural", "scenes", 397, 21_750, "vision.princeton.edu/projects/2010/SUN"),
+    Task("svhn", "natural", "digits of house numbers", 10, 26_032, "ufldl.stanford.edu/housenumbers", flip=False),
+    Task("patch_camelyon", "specialised", "tumour in tissue", 2, 32_768, "github.com/basveeling/pcam"),
+    Task("eurosat", "specialised", "use of land, from a satellite", 10, 5_400, "github.com/phelber/EuroSAT"),
+    Task("resisc45", "specialised", "scenes from the air", 45, 6_300, "gcheng-nwpu.github.io, NWPU-RESISC45"),
+    Task(
+        *("diabetic_retinopathy", "specialised", "grades of a disease of the eye", 5, 42_670),
+        "kaggle.com/c/diabetic-retinopathy-detection",
+    ),
+    Task("clevr_count", "structured", "number of objects, 3 to 10", 8, 15_000, CLEVR, crop=False),
+    Task("clevr_dist", "structured", "depth of the closest object", 6, 15_000, CLEVR, crop=False),
+    Task(
+        *("dmlab", "structured", "distance to an object, good or bad, in a maze", 6, 22_735),
+        "github.com/google-research/task_adaptation",
+        crop=False,
+    ),
+    Task("kitti", "structured", "distance to the closest vehicle", 4, 711, "cvlibs.net/datasets/kitti", crop=False),
+    Task("dsprites_loc", "structured", "where a shape is, left to right", 16, 73_728, SPRITES, crop=False, flip=False),
+    Task("dsprites_ori", "structured", "how a shape is turned", 16, 73_728, SPRITES, crop=False, flip=False),
+    Task("smallnorb_azi", "structured", "how a toy is turned", 18, 12_150, NORB, crop=False, flip=False),
+    Task("smallnorb_ele", "structured", "from how high it is seen", 9, 12_150, NORB, crop=False),
+)
+
+
+def choose(words: str) -> tuple[Task, ...]:
+    """Tasks by name or group, comma-separated, in the benchmark's order; "all" is all of them."""
+    wanted: set[str] = set()
+    known = ["all", *GROUPS, *(task.name for task in TASKS)]
+    for word in words.split(","):
+        if word.strip() not in known:
+            near = difflib.get_close_matches(word.strip(), known, 1, 0.5)
+            hint = f"did you mean '{near[0]}'?" if near else f"there are {listed(known)}"
+            raise UserError(f"there is no task '{word.strip()}'; {hint}")
+        wanted.add(word.strip())
+    return tuple(task for task in TASKS if wanted & {"all", task.group, task.name})
+
+
+# ---- lists
+
+
+def missing(root: Path, task: Task, *, tuning: bool = False) -> list[str]:
+    """The lists that are not there."""
+    names = [TEST, *([TRAIN, VALIDATION] if tuning or not (root / task.name / f"{BOTH}.txt").is_file() else [])]
+    lacking = [name for name in names if not (root / task.name / f"{name}.txt").is_file()]
+    return [BOTH, TEST] if not (root / task.name).is_dir() else lacking
+
+
+def open_task(root: Path, task: Task, *, tuning: bool = False) -> Data:
+    """A task's data: 1,000 images to train on and the test set; while tuning, 800 and 200 of the 1,000."""
+    folder = root / task.name
+    if tuning:
+        return Data(f"{task.name}, tuning", read_lists(folder, task, TRAIN), read_lists(folder, task, VALIDATION))
+    names = (BOTH,) if (folder / f"{BOTH}.txt").is_file() else (TRAIN, VALIDATION)
+    return Data(task.name, read_lists(folder, task, *names), read_lists(folder, task, TEST))
+
+
+def read_lists(folder: Path, task: Task, *names: str) -> Files:
+    """The images of one or more lists, every one of them there."""
+    pairs = [pair for name in names for pair in read_list(folder / f"{name}.txt", task.classes)]
+    gone = [path for path, _ in pairs if not (folder / path).is_file()]
+    if gone:
+        raise UserError(
+            f"{len(gone)} of the {len(pairs)} images that {folder / names[0]}.txt lists are not there, such as "
+            f"{folder / gone[0]}"
+        )
+    classes = tuple(str(i) for i in range(task.classes))
+    return Files(folder, [path for path, _ in pairs], [label for _, label in pairs], classes)
+
+
+def read_list(path: Path, classes: int) -> list[tuple[str, int]]:
+    """(path, label) of every line; spaces in paths are theirs."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    pairs = []
+    for number, line in enumerate(lines, 1):
+        words = line.rsplit(maxsplit=1)
+        if not words:
+            continue
+        if len(words) < 2 or not words[1].isdecimal():
+            raise UserError(f"line {number} of {path} should be a path and a class number, not '{line[:80]}'")
+        if int(words[1]) >= classes:
+            raise UserError(f"line {number} of {path} has the class {words[1]}; there are 0 to {classes - 1}")
+        pairs.append((words[0].strip(), int(words[1])))
+    if not pairs:
+        raise UserError(f"{path} lists no images")
+    return pairs
+
+
+def write_lists(
+    folder: Path,
+    paths: Sequence[str],
+    labels: Sequence[int],
+    seed: int = 0,
+    *,
+    test: tuple[Sequence[str], Sequence[int]] | None = None,
+) -> None:
+    """Make a task's four lists from images (paths below `folder`) and their labels.
+
+    1,000 images are drawn by a hash of the seed and of their place in the sorted paths, so the order they are given
+    in changes nothing. The rest is the test list, unless the set has a test split of its own: give that as `test`.
+    """
+    if len(paths) != len(labels) or len(set(paths)) != len(paths):
+        raise UserError(f"write_lists needs a label for every path and every path once; {len(paths)} and {len(labels)}")
+    if len(paths) < SIZES[BOTH] + (test is None):
+        raise UserError(f"VTAB-1k takes {SIZES[BOTH]} images and something to test on; there are {len(paths)}")
+    order = np.argsort(np.array(paths), kind="stable")
+    drawn = order[np.argsort(keys(seed, SUBSET, np.arange(len(paths))), kind="stable")]
+    cuts = {TRAIN: slice(0, 800), VALIDATION: slice(800, 1000), BOTH: slice(0, 1000)}
+    lists = {name: pick(paths, labels, drawn[cut]) for name, cut in cuts.items()}
+    lists[TEST] = pick(paths, labels, drawn[1000:]) if test is None else sorted(zip(*test, strict=True))
+    for name, pairs in lists.items():
+        put(folder / f"{name}.txt", "".join(f"{path} {int(label)}\n" for path, label in pairs))
+
+
+def pick(paths: Sequence[str], labels: Sequence[int], index: Ints) -> list[tuple[str, int]]:
+    return sorted((paths[i], int(labels[i])) for i in index.tolist())
