@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,14 +54,23 @@ def test_every_verb_shows_an_example(verb: str) -> None:
     assert f"vitlab {verb}" in done.stdout
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/data.md", "docs/training.md", "docs/weights.md", "docs/design.md"])
+@cache
+def help_of(verb: str) -> str:
+    return vitlab(verb, "--help").stdout
+
+
+ROOT = Path(__file__).parents[1]
+PAGES = [str(page.relative_to(ROOT)) for page in sorted([*ROOT.glob("README*.md"), *ROOT.glob("docs/**/*.md")])]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_pages_name_verbs_and_options_that_exist(page: str) -> None:
-    text = (Path(__file__).parents[1] / page).read_text()
+    text = (ROOT / page).read_text()
     for block in re.findall(r"```\n(.*?)```", text, re.DOTALL):
         for line in block.splitlines():
             if match := re.search(r"\bvitlab (\w+)(.*?)(?: {3,}|#|$)", line):
                 assert match[1] in VERBS, line
-                known = vitlab(match[1], "--help").stdout
+                known = help_of(match[1])
                 assert all(option in known for option in re.findall(r"--[a-z-]+", match[2])), line
 
 

@@ -17,7 +17,7 @@ from vitlab.config import UserError
 def inspect(
     run: Annotated[str, typer.Argument(help="A run folder, a file of weights or a hub id.")],
     images: Annotated[
-        list[str] | None, typer.Argument(metavar="IMAGE...", help="Image files, or folders of them.")
+        list[str] | None, typer.Argument(metavar="IMAGE", help="Image files, or folders of them.")
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder for figures and arrays.")] = Path("inside"),
     figures: Annotated[

@@ -1,0 +1,213 @@
+"""Figures as a reader meets them: every word inside the page, none on another, the right picture in each panel."""
+
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+matplotlib = pytest.importorskip("matplotlib")
+
+from vitlab.plots import inside, style  # noqa: E402
+from vitlab.plots.steps import clipped, spread, steps_figure  # noqa: E402
+
+RANDOM = np.random.default_rng(0)
+LOOKS = "where all tokens look, on average"  # the longer of the two
+
+
+def maps(*shape: int) -> np.ndarray:
+    values = RANDOM.random(shape)
+    return values / values.sum((-2, -1), keepdims=True)
+
+
+def steps(grid: tuple[int, int] = (4, 4), depth: int = 12, classes: int = 10, per_block: int = 1) -> Any:
+    h, w = grid
+    return SimpleNamespace(
+        pixels=RANDOM.random((16 * h, 16 * w, 3)),
+        tokens=RANDOM.random((h, w, 3)),
+        positions=RANDOM.random((h, w, 3)),
+        depths=RANDOM.random((depth, h, w, 3)),
+        attention=maps(depth * per_block, 3, h, w),
+        logits=RANDOM.normal(size=classes).astype(np.float32),
+    )
+
+
+def layer_names(n: int) -> list[str]:
+    return [str(i + 1) for i in range(n)]
+
+
+def draw_steps(these: Any, names: list[str] | None = None, hybrid: bool = False) -> Any:
+    classes = ["$one$", "w" * 80, *(f"a class with a rather long name, number {i}" for i in range(1000))]
+    return steps_figure(these, names or layer_names(len(these.attention)), classes, LOOKS, hybrid)
+
+
+def heads(shape: tuple[int, int], layers: int, count: int) -> Any:
+    pixels = RANDOM.random((*shape, 3))
+    return inside.heads_figure(pixels, maps(24, 16, 4, 4), range(layers), range(count), layer_names(24), LOOKS)
+
+
+def no_positions() -> Any:
+    these = steps((6, 5), depth=1, classes=2)
+    these.positions = np.zeros_like(these.positions)
+    return these
+
+
+FIGURES: dict[str, Callable[[], Any]] = {
+    "filters": lambda: inside.filters_figure(RANDOM.normal(size=(28, 16, 16, 3)), np.full(28, 0.12), False),
+    "few filters": lambda: inside.filters_figure(RANDOM.normal(size=(6, 2, 2, 3)), np.full(6, 0.12), False),
+    "filters of a stem": lambda: inside.filters_figure(RANDOM.normal(size=(64, 7, 7, 3)), np.zeros(0), True),
+    "positions": lambda: inside.positions_figure(RANDOM.random((14, 14, 14, 14))),
+    "positions, wide": lambda: inside.positions_figure(RANDOM.random((3, 9, 3, 9))),
+    "positions, tall": lambda: inside.positions_figure(RANDOM.random((8, 2, 8, 2))),
+    "positions, many": lambda: inside.positions_figure(RANDOM.random((37, 37, 37, 37))),
+    "distance": lambda: inside.distance_figure(RANDOM.random((12, 3)) * 150, 128, 117),
+    "distance, axial, deep": lambda: inside.distance_figure(RANDOM.random((64, 16)) * 150, 12800, 117, axial=True),
+    "rollout": lambda: inside.rollout_figure(RANDOM.random((64, 64, 3)), maps(4, 4), LOOKS),
+    "rollout, wide": lambda: inside.rollout_figure(RANDOM.random((32, 96, 3)), maps(2, 6), LOOKS),
+    "rollout, tall": lambda: inside.rollout_figure(RANDOM.random((96, 32, 3)), maps(6, 2), LOOKS),
+    "layers": lambda: inside.layers_figure(RANDOM.random((64, 64, 3)), maps(12, 3, 4, 4), layer_names(12), LOOKS),
+    "layers, one": lambda: inside.layers_figure(RANDOM.random((32, 64, 3)), maps(1, 3, 4, 4), ["1"], LOOKS),
+    "layers, axial": lambda: inside.layers_figure(
+        RANDOM.random((64, 32, 3)), maps(8, 3, 4, 4), [f"{i} columns" for i in range(8)], LOOKS
+    ),
+    "heads": lambda: heads((64, 64), 6, 12),
+    "heads, one": lambda: heads((64, 64), 1, 1),
+    "heads, wide": lambda: heads((40, 80), 6, 3),
+    "steps": lambda: draw_steps(steps()),
+    "steps, wide": lambda: draw_steps(steps((14, 21), 24, 1000), hybrid=True),
+    "steps, tall, axial": lambda: draw_steps(
+        steps((6, 4), 2, 3, per_block=2), ["1 rows", "1 columns", "2 rows", "2 columns"]
+    ),
+    "steps, no head": lambda: draw_steps(steps(classes=0)),
+    "steps, no positions": lambda: draw_steps(no_positions()),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_words_are_whole_and_apart(name: str) -> None:
+    figure = FIGURES[name]()
+    figure.set_dpi(80)  # inches decide; fewer pixels draw faster
+    figure.draw_without_rendering()
+    page = figure.bbox
+    words = [text for text in figure.findobj(matplotlib.text.Text) if text.get_visible() and text.get_text().strip()]
+    assert len(words) >= 2
+    boxes = [(text.get_text(), text.get_window_extent()) for text in words]
+    for text, box in boxes:
+        assert box.x0 >= page.x0 - 1, text
+        assert box.y0 >= page.y0 - 1, text
+        assert box.x1 <= page.x1 + 1, text
+        assert box.y1 <= page.y1 + 1, text
+    for i, (one, box) in enumerate(boxes):
+        for other, another in boxes[i + 1 :]:
+            across = min(box.x1, another.x1) - max(box.x0, another.x0)
+            down = min(box.y1, another.y1) - max(box.y0, another.y0)
+            assert min(across, down) < 1.5, f"'{one}' lies on '{other}'"
+
+
+def pictures(figure: Any) -> list[np.ndarray]:
+    return [
+        np.ma.filled(image.get_array().astype(float), np.nan) for image in figure.findobj(matplotlib.image.AxesImage)
+    ]
+
+
+def test_overlay_is_brightest_where_the_map_is() -> None:
+    from matplotlib import colormaps
+
+    grid = np.zeros((3, 4))
+    grid[1, 2] = 1
+    pixels = np.full((45, 60, 3), 0.5)  # patches of 15 pixels, which have a pixel in their middle
+    got = inside.overlay(pixels, grid)
+    assert got.shape == (45, 60, 3)
+    assert got.min() >= 0
+    assert got.max() <= 1
+    high, low = (np.array(colormaps["viridis"](v)[:3]) * inside.HEAT + 0.5 * (1 - inside.HEAT) for v in (1.0, 0.0))
+    np.testing.assert_allclose(got[22, 37], high, atol=1e-6)  # the middle of that patch
+    np.testing.assert_allclose(got[7, 7], low, atol=1e-6)  # and of the first one
+
+
+def test_overlay_does_not_drown_in_a_few_cells() -> None:
+    grid = np.full((10, 10), 0.001)
+    grid[5, 5], grid[0, 0], grid[0, 9] = 0.004, 0.5, 0.4
+    got = inside.overlay(np.zeros((110, 110, 3)), grid)
+    green = got[..., 1]  # rises with viridis
+    assert green[60, 60] > 3 * green[27, 27]
+    assert green[5, 5] == green[5, 104] == green.max()
+
+
+@pytest.mark.parametrize("value", [0.0, 0.25])
+def test_overlay_of_an_even_map_is_even(value: float) -> None:
+    got = inside.overlay(np.ones((8, 8, 3)), np.full((2, 2), value))
+    assert len(np.unique(got.reshape(-1, 3), axis=0)) == 1
+
+
+def test_a_filter_keeps_zero_grey() -> None:
+    filters = np.zeros((2, 4, 4, 3))
+    filters[0, 0, 0] = [-2, 1, 0]
+    first, second = pictures(inside.filters_figure(filters, np.array([0.9, 0.1]), False))
+    assert first[0, 0].tolist() == [0, 0.75, 0.5]
+    assert (second == 0.5).all()
+
+
+@pytest.mark.parametrize(("h", "w", "step"), [(3, 5, 1), (16, 4, 1), (20, 3, 2), (40, 37, 3)])
+def test_the_grid_of_grids_has_each_in_its_place(h: int, w: int, step: int) -> None:
+    similarity = RANDOM.random((h, w, h, w))
+    mosaic, *_ = pictures(inside.positions_figure(similarity))
+    for y in range(0, h, step):
+        for x in range(0, w, step):
+            top, left = y // step * (h + 1), x // step * (w + 1)
+            np.testing.assert_array_equal(mosaic[top : top + h, left : left + w], similarity[y, x])
+    assert np.isnan(mosaic[h]).all()
+    assert np.isnan(mosaic[:, w]).all()
+
+
+def test_every_head_has_a_dot() -> None:
+    distance = np.array([[10.0, 20], [30, 40], [50, 60]])
+    figure = inside.distance_figure(distance, 2, 45)
+    (axes,) = figure.axes
+    dots = axes.collections[0].get_offsets()
+    assert dots.tolist() == [[1, 10], [1, 20], [2, 30], [2, 40], [3, 50], [3, 60]]
+    mean, even = axes.lines
+    assert mean.get_ydata().tolist() == [15, 35, 55]
+    assert set(even.get_ydata()) == {45}
+
+
+def test_heads_are_the_chosen_ones() -> None:
+    pixels, attention = np.zeros((8, 8, 3)), maps(3, 4, 2, 2)
+    shown = pictures(inside.heads_figure(pixels, attention, [2, 0], [1, 3], layer_names(3), LOOKS))
+    expected = [inside.overlay(pixels, attention[layer, head]) for layer in (2, 0) for head in (1, 3)]
+    assert len(shown) == 4
+    for one, other in zip(shown, expected, strict=True):
+        np.testing.assert_allclose(one, other)
+
+
+def test_class_scores_are_a_softmax_by_rank() -> None:
+    these = steps(classes=3)
+    these.logits = np.log(np.array([0.2, 0.7, 0.1], np.float32))
+    figure = steps_figure(these, layer_names(12), ["cat", "dog", "owl"], LOOKS, False)
+    said = [text.get_text() for text in figure.axes[-1].texts]
+    assert said == ["dog", "70.0%", "cat", "20.0%", "owl", "10.0%"]
+    assert [bar.get_width() for bar in figure.axes[-1].patches] == pytest.approx([0.7, 0.2, 0.1])
+
+
+def test_long_names_are_clipped_and_short_ones_are_not() -> None:
+    assert clipped("dog") == "dog"
+    assert len(clipped("w" * 80)) == 24
+    assert clipped("a class with a name, which is long").endswith("…")
+
+
+@pytest.mark.parametrize(("count", "chosen"), [(1, [0]), (4, [0, 1, 2, 3]), (12, [0, 2, 4, 7, 9, 11])])
+def test_depths_run_from_the_first_to_the_last(count: int, chosen: list[int]) -> None:
+    assert spread(count, 6) == chosen
+
+
+def test_files_are_whole_and_the_same_again(tmp_path: Path) -> None:
+    distance = np.arange(6.0).reshape(3, 2)
+    for name in ("one", "two"):
+        written = style.write(inside.distance_figure(distance, 2, 3), tmp_path / name, ("png", "svg"))
+        assert [path.name for path in written] == [f"{name}.png", f"{name}.svg"]
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+    assert ElementTree.parse(tmp_path / "one.svg").getroot().tag.endswith("svg")
+    assert (tmp_path / "one.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,0 +1,224 @@
+"""`vitlab inspect` as a user meets it: which files appear, what they hold, and what is said of a mistake."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vitlab
+from vitlab.analysis.distance import mean_distance
+from vitlab.analysis.embeddings import patch_filters, position_similarity
+from vitlab.analysis.gallery import FIGURES, folder_names
+from vitlab.analysis.steps import five_steps
+from vitlab.cli import main
+from vitlab.config import Preprocess, StemConfig, ViTConfig
+from vitlab.data.transforms import eval_image
+from vitlab.plots import style
+
+pytest.importorskip("matplotlib")
+
+BASE: dict[str, Any] = {"image_size": (24, 32), "patch": 8, "depth": 2, "width": 12, "mlp": 12, "heads": 3}
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mean": {"pool": "mean", "positions": "2d"},
+    "attention pool": {"pool": "attention", "positions": "sinusoidal", "classes": 0},
+    "axial": {"pool": "mean", "attention": "axial"},
+    "hybrid": {"stem": StemConfig((1,), 32), "patch": 2},
+}
+
+
+def photo(seed: int, size: tuple[int, int] = (40, 30)) -> Image.Image:
+    small = np.random.default_rng(seed).integers(0, 255, (5, 5, 3), np.uint8)
+    return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
+
+
+@pytest.fixture(autouse=True)
+def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(style, "DPI", 40)  # fewer pixels are drawn faster
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    folder = tmp_path / "pictures"
+    (folder / "more").mkdir(parents=True)
+    for i, name in enumerate(("b.png", "a.jpg", "more/a.png")):
+        photo(i).save(folder / name)
+    (folder / "notes.txt").write_text("no image")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, randomise: Any) -> Path:
+    return save(tmp_path / "run", randomise)
+
+
+def save(folder: Path, randomise: Any, **settings: Any) -> Path:
+    model = randomise(vitlab.build(ViTConfig(**(BASE | {"classes": 3} | settings))))
+    labels = ("cat", "dog", "owl") if model.config.classes else None
+    vitlab.save(model, folder, labels=labels, preprocess=Preprocess(crop=1.0))
+    return folder
+
+
+def inspect(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["vitlab", "inspect", *map(str, words)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 0
+
+
+def test_everything(
+    run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a" / "b"
+    inspect(monkeypatch, run, pictures / "b.png", "--out", out)
+    said = capsys.readouterr().out
+    assert "rank correlation of similarity with grid distance" in said
+    assert f"all of it is in {out}" in said
+    names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    of_model = {f"{name}.{kind}" for name in ("filters", "positions", "distance") for kind in ("png", "svg", "npz")}
+    of_picture = {f"b/{name}.{kind}" for name in ("rollout", "layers", "heads", "steps") for kind in ("png", "svg")}
+    assert names == of_model | of_picture | {"b/arrays.npz"}
+    for name in names:
+        if name.endswith("png"):
+            with Image.open(out / name) as picture:
+                assert min(picture.size) > 70
+    svg = (out / "b" / "steps.svg").read_text()
+    assert "where the class token looks" in svg  # words are words, not curves
+    assert "dog" in svg
+
+
+def test_arrays_are_what_the_functions_give(
+    run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inspect(monkeypatch, run, pictures, "--out", tmp_path / "out", "--figures", "filters,positions,distance,rollout")
+    model: Any = vitlab.load(run)
+    files = [pictures / "a.jpg", pictures / "b.png", pictures / "more" / "a.png"]
+    images = [eval_image(Image.open(file), (24, 32), Preprocess(crop=1.0)) for file in files]
+    with np.load(tmp_path / "out" / "filters.npz") as found:
+        np.testing.assert_array_equal(found["filters"], patch_filters(model).filters)
+    with np.load(tmp_path / "out" / "positions.npz") as found:
+        np.testing.assert_array_equal(found["similarity"], position_similarity(model))
+    with np.load(tmp_path / "out" / "distance.npz") as found:
+        np.testing.assert_allclose(found["distance"], mean_distance(model, [torch.stack(images)]), rtol=1e-6)
+        assert found["images"].tolist() == [str(file) for file in files]
+    for name, image in zip(("a", "b", "a-2"), images, strict=True):
+        steps = five_steps(model, image)
+        with np.load(tmp_path / "out" / name / "arrays.npz") as found:
+            assert sorted(found) == sorted(vars(steps))
+            for key in found:
+                np.testing.assert_allclose(found[key], getattr(steps, key), rtol=1e-5, atol=1e-6)
+        assert not (tmp_path / "out" / name / "steps.png").exists()
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "plain"])
+def test_every_kind_of_model(
+    name: str, pictures: Path, tmp_path: Path, randomise: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = save(tmp_path / "run", randomise, **MODELS[name])
+    inspect(monkeypatch, run, pictures / "a.jpg", "--out", tmp_path / "out", "--figures", "distance,steps")
+    with np.load(tmp_path / "out" / "a" / "arrays.npz") as arrays:
+        model = vitlab.load(run)
+        assert arrays["rollout"].shape == model.config.grid
+        assert arrays["rollout"].sum() == pytest.approx(1)
+    assert (tmp_path / "out" / "a" / "steps.png").exists()
+    if name == "hybrid":
+        with np.load(tmp_path / "out" / "distance.npz") as arrays:
+            assert arrays["distance"].max() > 8  # pixels: the stem's stride counts
+
+
+@pytest.mark.parametrize("kind", ["none", "relative"])
+def test_without_positions_the_rest_is_drawn(
+    kind: str,
+    pictures: Path,
+    tmp_path: Path,
+    randomise: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = save(tmp_path / "run", randomise, positions=kind)
+    inspect(monkeypatch, run, pictures / "a.jpg", "--out", tmp_path / "out", "--figures", "positions,rollout")
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"positions: no figure, this model adds no position embeddings at its stem (positions='{kind}'" in said
+    assert not (tmp_path / "out" / "positions.png").exists()
+    assert (tmp_path / "out" / "a" / "rollout.png").exists()
+
+
+def test_another_resolution_and_no_picture(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inspect(monkeypatch, run, "--figures", "positions", "--image-size", "16x48", "--out", tmp_path / "out")
+    with np.load(tmp_path / "out" / "positions.npz") as arrays:
+        assert arrays["similarity"].shape == (2, 6, 2, 6)
+
+
+def test_chosen_heads(run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--figures", "heads", "--layer", "2", "--head", "3,1", "--out", tmp_path / "out")
+    inspect(monkeypatch, run, pictures / "a.jpg", *words)
+    svg = (tmp_path / "out" / "a" / "heads.svg").read_text()
+    assert [word in svg for word in ("layer 2", "head 3", "head 1", "layer 1", "head 2")] == [True] * 3 + [False] * 2
+
+
+def test_names_of_folders() -> None:
+    files = [Path(name) for name in ("x/a.jpg", "y/a.png", "y/A.png", "a-2.png", "b.tar.png")]
+    assert folder_names(files) == ["a", "a-2", "A-3", "a-2-2", "b.tar"]
+
+
+def mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    monkeypatch.setattr(sys, "argv", ["vitlab", "inspect", *map(str, words)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    printed = capsys.readouterr()
+    assert stop.value.code == 1
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_mistakes_in_options(
+    run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: object) -> str:
+        return mistake(monkeypatch, capsys, run, *words, "--out", tmp_path / "out")
+
+    image = pictures / "a.jpg"
+    assert "name at least one image" in said()
+    assert f"there is no figure 'rolout'; there are {', '.join(FIGURES)}" in said(image, "--figures", "rolout")
+    assert "there is no layer 3; this model has layers 1 to 2" in said(image, "--layer", "1,3")
+    assert "there is no head 4; this model has heads 1 to 3" in said(image, "--head", "4")
+    assert "--layer takes numbers from 1, such as 1,6,12, not '0'" in said(image, "--layer", "0")
+    assert "--head takes numbers from 1, such as 1,6,12, not 'all'" in said(image, "--head", "all")
+    assert "do not divide an image of 25x25" in said(image, "--image-size", "25")
+    assert "--image-size" in said(image, "--image-size", "large")
+    assert "there is no device 'gpu'" in said(image, "--device", "gpu")
+    assert not (tmp_path / "out").exists()
+
+
+def test_mistakes_in_files(
+    run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: object) -> str:
+        return mistake(monkeypatch, capsys, *words, "--figures", "distance")
+
+    out = ("--out", tmp_path / "out")
+    cut = pictures / "cut.jpg"
+    cut.write_bytes((pictures / "a.jpg").read_bytes()[:300])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert f"'{cut}' cannot be read as an image" in said(run, pictures, *out)
+    assert f"'{pictures / 'notes.txt'}' cannot be read as an image" in said(run, pictures / "notes.txt", *out)
+    assert f"there is no file or folder '{tmp_path / 'gone.jpg'}'" in said(run, tmp_path / "gone.jpg", *out)
+    assert f"the folder '{empty}' holds no images" in said(run, empty, *out)
+    assert "there is no file or folder" in said(tmp_path / "norun", pictures / "a.jpg", *out)
+    taken = pictures / "b.png"
+    assert f"the folder '{taken}' cannot be made" in said(run, pictures / "a.jpg", "--out", taken)
+
+
+def test_a_resnet_has_nothing_of_this(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vitlab.save(vitlab.create("R50x1", classes=2, image_size=32), tmp_path / "resnet")
+    said = mistake(monkeypatch, capsys, tmp_path / "resnet", pictures / "a.jpg", "--out", tmp_path / "out")
+    assert "is a ResNet: it has no patches, positions or attention" in said
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,205 @@
+"""Figures of what a model has learned and where it looks: arrays in, figures out.
+
+Shapes: height and width of the picture in pixels, h and w the grid of patches, L layers, H heads.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitlab.plots.style import COLOURS, DPI, FAINT, INK, MAP, bare, drawing, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Floats = NDArray[np.floating[Any]]
+HEAT = 0.6  # share of the map's colour over the picture's greys
+TOP = 0.97  # cells above this quantile share the brightest colour: a few that draw all attention would hide the rest
+NOTE = f"each map in its own scale; the strongest {1 - TOP:.0%} of its patches are equally bright"
+MOST = 16  # grids in a row of the figure of positions
+WIDTH = 7.0  # inches across a figure, unless it has too many panels
+
+
+# ---- what is learned
+
+
+def filters_figure(filters: Floats, shares: Floats, stem: bool) -> "Figure":
+    """Signed filters (n, P, P, 3) as small pictures, zero in grey; `shares`: of the variance, for components."""
+    n, side = filters.shape[:2]
+    columns = min(n, 8 if stem else 7)
+    peaks = np.abs(filters).max((1, 2, 3), keepdims=True)
+    pictures = 0.5 + 0.5 * filters / np.where(peaks > 0, peaks, 1)
+    with drawing():
+        figure, grid = panels(-(-n // columns), columns, (1, 1), WIDTH, each=0.02 if stem else 0.22)
+        if stem:
+            crown(figure, f"This hybrid sees pixels through its stem: the {n} root filters of {side} x {side} pixels")
+        else:
+            crown(figure, f"Patch embedding, {side} x {side} pixels: first {n} principal components of its filters")
+        for i, axes in enumerate(grid.flat):
+            if i < n:
+                axes.imshow(pictures[i], interpolation="nearest")
+                axes.set_title("" if stem else f"{i + 1}:  {shares[i]:.1%}", fontsize=8, pad=3)
+            else:
+                axes.set_axis_off()
+        note(figure, "each scaled by itself, zero in grey" + ("" if stem else "; in per cent: share of the variance"))
+    return figure
+
+
+def positions_figure(similarity: Floats) -> "Figure":
+    """Cosine similarities (h, w, h, w) as a grid of grids: each shows one patch's position against all.
+
+    Of a large grid every second, third ... patch has its own; each still shows all.
+    """
+    h, w = similarity.shape[:2]
+    step = -(-max(h, w) // MOST)
+    rows, columns = range(0, h, step), range(0, w, step)
+    mosaic = np.full((len(rows) * (h + 1) - 1, len(columns) * (w + 1) - 1), np.nan)
+    for i, y in enumerate(rows):
+        for j, x in enumerate(columns):
+            mosaic[i * (h + 1) :, j * (w + 1) :][:h, :w] = similarity[y, x]
+    with drawing():
+        down, across = mosaic.shape
+        cell = max(3 / DPI, min(5.4 / across, 8 / down))  # inches; three pixels at least
+        figure = new_figure(max(WIDTH, cell * across + 1.6), max(2.4, cell * down + 0.9))
+        figure.set_layout_engine("compressed", w_pad=0.08, h_pad=0.1)
+        axes = figure.subplots()
+        shown = axes.imshow(mosaic, cmap=MAP, vmin=similarity.min(), vmax=1, interpolation="nearest")
+        bare(axes)
+        axes.yaxis.set_ticks([i * (h + 1) + (h - 1) / 2 for i in range(len(rows))], [str(y + 1) for y in rows])
+        axes.xaxis.set_ticks([j * (w + 1) + (w - 1) / 2 for j in range(len(columns))], [str(x + 1) for x in columns])
+        axes.tick_params(length=0)
+        which = "each" if step == 1 else f"every {step}{'nd' if step == 2 else 'rd' if step == 3 else 'th'}"
+        figure.suptitle(f"Position embeddings: {which} of the {h} x {w} patches against all of them", fontsize=10)
+        axes.set_xlabel("patch column")
+        axes.set_ylabel("patch row")
+        figure.colorbar(shown, ax=axes, label="cosine similarity", aspect=30, pad=0.05 * max(1, down / across))
+    return figure
+
+
+def distance_figure(distance: Floats, images: int, even: float, axial: bool = False) -> "Figure":
+    """Mean attention distances (L, H) in pixels: a dot a head, a line through the layers' means.
+
+    `even`: the distance if attention were spread evenly over all patches.
+    """
+    layers, heads = distance.shape
+    number = np.arange(1, layers + 1)
+    with drawing():
+        figure = new_figure(WIDTH, 4.2)
+        axes = figure.subplots()
+        axes.scatter(np.repeat(number, heads), distance.ravel(), s=26, color=COLOURS[0], alpha=0.75, label="a head")
+        axes.plot(number, distance.mean(1), color=COLOURS[1], linewidth=1.6, label="mean of the layer's heads")
+        axes.axhline(even, color=FAINT, linestyle="--", linewidth=1, label="attention spread evenly")
+        axes.set_ylim(0, None)
+        axes.set_xlim(0.5, layers + 0.5)
+        axes.set_xticks(number[:: -(-layers // 16)])
+        axes.set_xlabel("attention layer" + (" (odd: along rows, even: along columns)" if axial else ""))
+        axes.set_ylabel("mean attention distance (pixels)")
+        axes.set_title(f"How far heads look, by depth ({images:,} image{'s' if images != 1 else ''})")
+        figure.legend(loc="outside lower center", ncols=3)
+    return figure
+
+
+# ---- where it looks in a picture
+
+
+def overlay(pixels: Floats, grid: Floats) -> Floats:
+    """A map (h, w) in colours over a picture (height, width, 3) in [0, 1] turned grey: another such picture.
+
+    Colours run from the least cell to the `TOP` quantile, bilinear between cells.
+    """
+    from matplotlib import colormaps
+
+    height, width = pixels.shape[:2]
+    low, high = float(grid.min()), float(np.quantile(grid, TOP))
+    share = ((grid - low) / (high - low)).clip(0, 1) if high > low else (grid > low) * 1.0
+    smooth = Image.fromarray(share.astype(np.float32)).resize((width, height), Image.Resampling.BILINEAR)
+    colours = colormaps[MAP](np.asarray(smooth))[..., :3]
+    grey = pixels @ np.array([0.299, 0.587, 0.114])
+    return np.asarray(HEAT * colours + (1 - HEAT) * grey[..., None])
+
+
+def rollout_figure(pixels: Floats, grid: Floats, looks: str) -> "Figure":
+    """A picture, the rollout (h, w) over it, and the rollout alone with its scale. `looks`: who looks."""
+    height, width = pixels.shape[:2]
+    with drawing():
+        figure, ((left, middle, right),) = panels(1, 3, pixels.shape, 8.0, right=0.8)
+        for axes, picture, title in (
+            (left, pixels, "the picture"),
+            (middle, overlay(pixels, grid), "attention rollout"),
+        ):
+            axes.imshow(picture)
+            axes.set_title(title, pad=4)
+        shown = right.imshow(100 * grid, cmap=MAP, vmin=0, extent=(0, width, height, 0), interpolation="nearest")
+        right.set_title("the rollout alone", pad=4)
+        scale = right.inset_axes((1.04, 0, 0.05, 1))
+        figure.colorbar(shown, cax=scale, label="% of attention")
+        crown(figure, f"Attention rollout: {looks}, through all layers")
+        note(figure, NOTE)
+    return figure
+
+
+def layers_figure(pixels: Floats, attention: Floats, names: Sequence[str], looks: str) -> "Figure":
+    """Per layer, where it looks, heads averaged: (L, H, h, w) over the picture, a panel a layer."""
+    columns = min(len(attention), 6)
+    with drawing():
+        figure, grid = panels(-(-len(attention) // columns), columns, pixels.shape, max(5, 1.4 * columns), each=0.22)
+        crown(figure, f"By layer, mean over heads: {looks}")
+        for axes, one, name in zip(grid.flat, attention, names, strict=False):
+            axes.imshow(overlay(pixels, one.mean(0)))
+            axes.set_title(f"layer {name}", pad=3, fontsize=9)
+        for axes in grid.flat[len(attention) :]:
+            axes.set_axis_off()
+        note(figure, NOTE)
+    return figure
+
+
+def heads_figure(
+    pixels: Floats, attention: Floats, layers: Sequence[int], heads: Sequence[int], names: Sequence[str], looks: str
+) -> "Figure":
+    """Single heads, (L, H, h, w) over the picture: a row for each of `layers`, a column for each of `heads`, from 0."""
+    with drawing():
+        figure, grid = panels(len(layers), len(heads), pixels.shape, 0.4 + max(4.6, 1.5 * len(heads)), left=0.3)
+        crown(figure, f"By layer and head: {looks}")
+        for row, layer in zip(grid, layers, strict=True):
+            row[0].set_ylabel(f"layer {names[layer]}", fontsize=9)
+            for axes, head in zip(row, heads, strict=True):
+                axes.imshow(overlay(pixels, attention[layer, head]))
+        for axes, head in zip(grid[0], heads, strict=True):
+            axes.set_title(f"head {head + 1}", pad=3, fontsize=9)
+        note(figure, NOTE)
+    return figure
+
+
+def panels(
+    rows: int, columns: int, shape: Sequence[int], width: float, *, left: float = 0, right: float = 0, each: float = 0
+) -> "tuple[Figure, Any]":
+    """A figure with rows x columns bare axes for pictures of (height, width, ...), without gaps.
+
+    In inches: `width` of the figure, `left` and `right` for words beside the panels, `each` row's own titles.
+    """
+    gap, top, foot = 0.06, 0.34 + (0 if each else 0.22), 0.28
+    across = (width - left - right - gap * (columns + 1)) / columns
+    down = across * shape[0] / shape[1]
+    height = top + rows * (down + each + gap) + foot
+    figure = new_figure(width, height)
+    figure.set_layout_engine("none")  # the places are exact: pictures touch no words
+    grid = np.empty((rows, columns), object)
+    for r in range(rows):
+        for c in range(columns):
+            x, y = left + gap + c * (across + gap), height - top - (r + 1) * (down + each + gap) + gap
+            grid[r, c] = figure.add_axes((x / width, y / height, across / width, down / height))
+            bare(grid[r, c])
+    return figure, grid
+
+
+def crown(figure: "Figure", words: str) -> None:
+    """The title of a figure with exact places."""
+    figure.suptitle(words, y=1 - 0.1 / figure.get_figheight(), va="top", fontsize=10)
+
+
+def note(figure: "Figure", words: str) -> None:
+    """Small words in the foot of a figure."""
+    figure.text(0.5, 0.08 / figure.get_figheight(), words, ha="center", va="bottom", fontsize=7, color=INK)
