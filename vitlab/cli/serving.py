@@ -1,13 +1,17 @@
 """A model behind a page."""
 
-import os
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
 from vitlab.cli.app import app, console
+from vitlab.cli.models import number
 from vitlab.config import UserError
+
+if TYPE_CHECKING:
+    from vitlab.serving.service import Settings
 
 
 @app.command(
@@ -17,16 +21,16 @@ from vitlab.config import UserError
 )
 def serve(
     run: Annotated[str, typer.Argument(help="A run folder, a file of weights or a hub id.")],
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is everyone's.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one it has.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     token: Annotated[
         str | None,
-        typer.Option(envvar="VITLAB_TOKEN", help="What clients must send; others can see it here, so rather use"),
+        typer.Option(envvar="VITLAB_TOKEN", help="Ask clients for this; set as a variable, other users do not see it."),
     ] = None,
     max_batch: Annotated[
         int | None, typer.Option(min=1, help="Images the model sees at a time; 64, on a CPU 16.", show_default=False)
     ] = None,
-    max_wait_ms: Annotated[float, typer.Option(min=0, help="Wait for images that are on their way.")] = 5,
+    max_wait_ms: Annotated[float, typer.Option(min=0, help="How long to wait for images that are on their way.")] = 5,
     queue: Annotated[int, typer.Option(min=1, help="Images that may wait; more are told to come back.")] = 256,
     max_bytes: Annotated[str, typer.Option(help="Largest request.")] = "20MB",
     max_pixels: Annotated[str, typer.Option(help="Largest picture.")] = "50M",
@@ -42,48 +46,57 @@ def serve(
     The page is at /, the API at /v1/predict and /v1/explain, its description at /docs, counters at /metrics.
     SIGTERM and Ctrl-C finish what has begun and then stop.
     """
-    from vitlab.cli.models import number
-    from vitlab.serving.limits import Limits, needed
+    from vitlab.serving import require_packages
 
-    needed()
-    from vitlab.predict import Classifier
-    from vitlab.serving.app import create_app
-    from vitlab.serving.server import address, listen
-    from vitlab.serving.server import serve as run_server
-    from vitlab.serving.service import Service, Settings
+    require_packages()
+    from vitlab.serving.limits import Limits
+    from vitlab.serving.service import Settings
 
-    limits = Limits(
-        int(number(max_bytes.removesuffix("B"), "--max-bytes")),
-        int(number(max_pixels, "--max-pixels")),
-        max_images,
-        timeout,
-        min(10.0, timeout),
-    )
     if token is not None and not token.strip():
         raise UserError("the token is empty; leave it out, or choose one")
-    sock = listen(host, port)
-    with console.status(f"loading {escape(run)}"):
-        classifier = Classifier(run, device)
-    on_cpu = classifier.device.type == "cpu"
+    limits = Limits(
+        max_bytes=int(number(max_bytes.removesuffix("B"), "--max-bytes")),
+        max_pixels=int(number(max_pixels, "--max-pixels")),
+        max_images=max_images,
+        body_seconds=timeout,
+        header_seconds=min(10.0, timeout),
+    )
     settings = Settings(
-        name=os.path.basename(run.rstrip("/")) or run,
+        name=Path(run).name or run,
         token=token,
-        max_batch=max_batch or (16 if on_cpu else 64),
+        max_batch=max_batch,
         max_wait=max_wait_ms / 1000,
         queue=queue,
-        threads=workers or min(8, os.cpu_count() or 1),
+        threads=workers,
         limits=limits,
     )
-    service = Service(classifier, settings)
-    console.print(f"[bold]{escape(settings.name)}[/] on {classifier.device}: {address(sock)}", highlight=False)
-    if token is None and not is_loopback(sock.getsockname()[0]):
-        console.print("anyone who reaches this machine can use it; set VITLAB_TOKEN to ask for a token", style="yellow")
-    console.print("Ctrl-C stops it.", style="dim")
+    open_doors(run, device, host, port, settings)
+
+
+def open_doors(run: str, device: str, host: str, port: int, settings: "Settings") -> None:
+    """Load the model, listen, and say so; returns when the server has been stopped."""
+    from vitlab.predict import Classifier
+    from vitlab.serving import server
+    from vitlab.serving.app import create_app
+    from vitlab.serving.service import Service
+
+    sock = server.listen(host, port)
+    with console.status(f"loading {escape(run)}"):
+        service = Service(Classifier(run, device), settings)
+
+    def started() -> None:
+        where = f"{service.classifier.device}: {server.address(sock)}"
+        console.print(f"[bold]{escape(settings.name)}[/] on {where}", highlight=False)
+        if settings.token is None and not is_loopback(sock.getsockname()[0]):
+            console.print(
+                "anyone who reaches this machine can use it; VITLAB_TOKEN=... asks for a token", style="yellow"
+            )
+        console.print("Ctrl-C stops it.", style="dim")
 
     def stopping() -> None:
         service.draining = True
 
-    run_server(create_app(service), sock, limits, settings.drain, stopping)
+    server.serve(create_app(service), sock, settings.limits, started, stopping)
     console.print("stopped", style="dim")
 
 

@@ -1,0 +1,97 @@
+"""For the tests of serving: small models, pictures as files, and the real server in a process of its own."""
+
+import io
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+import vitlab
+
+VITLAB = Path(sys.executable).with_name("vitlab")
+NAMES = [f"kind {i}" for i in range(7)]
+
+
+def small(name: str = "Ti/8", **settings: Any) -> Any:
+    """A model that answers in a millisecond, with a head that has opinions."""
+    size = {"depth": 3, "width": 48, "mlp": 96, "heads": 3} if "x" not in name else {}
+    torch.manual_seed(1)
+    model = vitlab.create(name, **{"image_size": 32, "classes": len(NAMES), **size, **settings})
+    torch.nn.init.normal_(model.head.weight, std=0.4)
+    return model.eval()
+
+
+def save(folder: Path, name: str = "Ti/8", **settings: Any) -> Path:
+    vitlab.save(small(name, **settings), folder, labels=NAMES)
+    return folder
+
+
+def photo(seed: int = 0, width: int = 60, height: int = 44) -> Image.Image:
+    """Smooth random colours."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+@dataclass
+class Running:
+    url: str
+    port: int
+    process: "subprocess.Popen[str]"
+    said: list[str]
+
+
+@contextmanager
+def server(run: Path, *options: str, command: tuple[str, ...] = ()) -> Iterator[Running]:
+    """`vitlab serve` on a free port (or another command that prints its address); stopped at the end."""
+    words = command or (str(VITLAB), "serve", str(run), "--port", "0")
+    process = subprocess.Popen([*words, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said: list[str] = []
+    ready = threading.Event()
+
+    def listen() -> None:
+        for line in process.stdout or ():
+            said.append(line)
+            if "Ctrl-C stops it" in line or "ready" in line:
+                ready.set()
+        ready.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    try:
+        assert ready.wait(60), "the server did not start"
+        found = re.search(r"http://[\d.]+:(\d+)", "".join(said))
+        assert found, "".join(said)
+        yield Running(found[0], int(found[1]), process, said)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def answer(wire: socket.socket) -> tuple[int, dict[str, object]]:
+    """The status and the JSON of the next answer on a connection."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        more = wire.recv(65536)
+        assert more, f"the connection ended after {data!r}"
+        data += more
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = int(next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")).split()[1])
+    while len(body) < length:
+        body += wire.recv(65536)
+    return int(head.split()[1]), json.loads(body)

@@ -1,0 +1,396 @@
+"""The API as a client meets it: right answers, one shape of errors, and nothing that one client can do to another."""
+
+import asyncio
+import base64
+import io
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from servers import NAMES, encoded, photo, save
+from starlette.testclient import TestClient
+
+import vitlab
+from vitlab.config import UserError
+from vitlab.data.transforms import eval_image
+from vitlab.predict import Classifier
+from vitlab.serving.app import create_app
+from vitlab.serving.limits import Limits
+from vitlab.serving.service import Service, Settings
+from vitlab.weights import preprocess_of
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("runs") / "small")
+
+
+@contextmanager
+def client(run: Path, **settings: Any) -> Iterator[tuple[TestClient, Service]]:
+    service = Service(Classifier(run, "cpu"), Settings(name="small", **settings))
+    with TestClient(create_app(service)) as http:
+        yield http, service
+
+
+@pytest.fixture(scope="module")
+def http(run: Path) -> Iterator[TestClient]:
+    with client(run) as (http, _):
+        yield http
+
+
+def expected(run: Path, image: Image.Image) -> np.ndarray:
+    """Probabilities without any of the serving."""
+    model = vitlab.load(run)
+    with torch.no_grad():
+        logits = model(eval_image(image, model.config.image_size, preprocess_of(model))[None])[0].double().numpy()
+    shares = np.exp(logits - logits.max())
+    return shares / shares.sum()
+
+
+def form(*pictures: bytes) -> list[tuple[str, tuple[str, bytes]]]:
+    return [("image", (f"{i}.png", data)) for i, data in enumerate(pictures)]
+
+
+# ---- answers
+
+
+def test_many_images_are_answered_in_their_order(http: TestClient, run: Path) -> None:
+    images = [photo(seed) for seed in range(5)]
+    answer = http.post("/v1/predict?top_k=7", files=form(*map(encoded, images)))
+    assert answer.status_code == 200
+    told = answer.json()["images"]
+    assert [one["name"] for one in told] == [f"{i}.png" for i in range(5)]
+    for one, image in zip(told, images, strict=True):
+        truth = expected(run, image)
+        assert [c["index"] for c in one["classes"]] == list(np.argsort(-truth, kind="stable"))
+        assert [c["probability"] for c in one["classes"]] == pytest.approx(np.sort(truth)[::-1], abs=1e-5)
+        assert [c["name"] for c in one["classes"]] == [NAMES[c["index"]] for c in one["classes"]]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF"])
+def test_a_body_that_is_an_image(http: TestClient, run: Path, kind: str) -> None:
+    data = encoded(photo(3), kind)
+    answer = http.post("/v1/predict?top_k=1", content=data, headers={"Content-Type": f"image/{kind.lower()}"})
+    assert answer.status_code == 200, answer.text
+    truth = expected(run, Image.open(io.BytesIO(data)).convert("RGB"))
+    (top,) = answer.json()["images"][0]["classes"]
+    assert top["index"] == truth.argmax()
+    assert top["probability"] == pytest.approx(truth.max(), abs=1e-5)
+
+
+def test_a_photo_on_its_side_is_turned(http: TestClient, run: Path) -> None:
+    image = photo(4)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by a quarter to see it upright
+    data = encoded(image.transpose(Image.Transpose.ROTATE_90), "PNG", exif=exif)
+    top = http.post("/v1/predict?top_k=1", files=form(data)).json()["images"][0]["classes"][0]
+    assert top["probability"] == pytest.approx(expected(run, image).max(), abs=1e-5)
+
+
+def test_explain_lies_over_the_picture_the_model_saw(http: TestClient, run: Path) -> None:
+    image = photo(5)
+    told = http.post("/v1/explain?top_k=2", files=form(encoded(image))).json()
+    assert told["name"] == "0.png"
+    assert told["classes"][0]["probability"] == pytest.approx(expected(run, image).max(), abs=1e-5)
+    seen = Image.open(io.BytesIO(base64.b64decode(told["picture"])))
+    truth = Classifier(run, "cpu").pixels(image).permute(1, 2, 0).numpy()
+    assert (np.asarray(seen) == truth).all()
+    maps = np.array(told["attention"])
+    assert maps.shape == (3, 3, 4, 4)
+    assert maps.sum((2, 3)) == pytest.approx(np.ones((3, 3)), abs=1e-4)
+    model = vitlab.load(run)
+    rows = vitlab.attention(model, eval_image(image, (32, 32), preprocess_of(model))[None])
+    first = rows[1][0, 2, 0, 1:].double().numpy()  # layer 2, head 3: the class token's row without itself
+    assert maps[1, 2].ravel() == pytest.approx(first / first.sum(), abs=1e-5)
+    assert np.array(told["rollout"]).sum() == pytest.approx(1, abs=1e-4)
+    for name, shape in {"tokens": (4, 4, 3), "positions": (4, 4, 3), "depths": (3, 4, 4, 3)}.items():
+        colours = np.array(told["steps"][name])
+        assert colours.shape == shape
+        assert (colours.min(), colours.max()) == (0, 255)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "maps"),
+    [
+        ("Ti/8", {"pool": "mean"}, (3, 3, 4, 4)),
+        ("Ti/8", {"attention": "axial"}, (6, 3, 4, 4)),
+        ("Ti/8", {"positions": "relative", "image_size": (32, 48)}, (3, 3, 4, 6)),
+        ("R+Ti/16", {"image_size": 64}, (3, 3, 2, 2)),
+    ],
+)
+def test_every_kind_of_model_explains_itself(
+    tmp_path: Path, name: str, settings: dict[str, Any], maps: tuple[int, ...]
+) -> None:
+    with client(save(tmp_path / "run", name, **settings)) as (http, _):
+        told = http.post("/v1/explain", files=form(encoded(photo()))).json()
+        facts = http.get("/v1/model").json()
+    assert np.array(told["attention"]).shape == maps
+    assert [facts["layers"], facts["heads"], *facts["grid"]] == list(maps)
+    assert (told["steps"]["positions"] is None) == (settings.get("positions") == "relative")
+
+
+def test_a_resnet_has_classes_and_says_why_there_is_no_more(tmp_path: Path) -> None:
+    with client(save(tmp_path / "run", "R50x1")) as (http, _):
+        told = http.post("/v1/explain", files=form(encoded(photo()))).json()
+        assert http.get("/v1/model").json()["kind"] == "resnet"
+    assert len(told["classes"]) == 5
+    assert told["attention"] is None
+    assert "ResNet" in told["reason"]
+
+
+def test_a_large_picture_passes_by_the_thread_for_large_ones(run: Path) -> None:
+    image = photo(6, 300, 200)
+    with client(run, limits=Limits(max_pixels=100_000)) as (http, _):
+        told = http.post("/v1/predict?top_k=1", files=form(encoded(image), encoded(photo(7)))).json()["images"]
+    assert told[0]["classes"][0]["probability"] == pytest.approx(expected(run, image).max(), abs=1e-5)
+    assert told[1]["classes"][0]["probability"] == pytest.approx(expected(run, photo(7)).max(), abs=1e-5)
+
+
+def test_deep_greys_count_fourfold(run: Path) -> None:
+    deep = Image.fromarray(np.full((100, 300), 40_000, np.uint16))
+    with client(run, limits=Limits(max_pixels=100_000)) as (http, _):
+        refused(http.post("/v1/predict", files=form(encoded(deep))), 413, "300 x 100 pixels that count fourfold")
+        assert http.post("/v1/predict", files=form(encoded(deep.crop((0, 0, 200, 100))))).status_code == 200
+
+
+# ---- errors, each a JSON sentence
+
+
+def refused(answer: Any, status: int, words: str) -> None:
+    assert answer.status_code == status, answer.text
+    assert list(answer.json()) == ["error"]
+    assert words in answer.json()["error"]
+    assert answer.headers["content-type"] == "application/json"
+
+
+PNG = encoded(photo())
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "status", "words"),
+    [
+        (form(PNG), "/v1/predict?top_k=0", 422, "top_k: input should be greater"),
+        (form(PNG), "/v1/predict?top_k=many", 422, "top_k: input should be a valid integer"),
+        (form(PNG, b"nonsense"), "/v1/predict", 422, "'1.png' is not a picture of a kind that is read here"),
+        (form(PNG, b""), "/v1/predict", 422, "'1.png' is empty"),
+        (form(PNG, PNG), "/v1/explain", 422, "one image is explained at a time"),
+        (form(*[PNG] * 17), "/v1/predict", 413, "more than 16 parts"),
+        ([("photo", ("a.png", PNG))], "/v1/predict", 422, "there is a field 'photo' in the form"),
+    ],
+)
+def test_wrong_forms(http: TestClient, files: Any, path: str, status: int, words: str) -> None:
+    refused(http.post(path, files=files), status, words)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status", "words"),
+    [
+        (PNG, "text/plain", 415, "Content-Type 'text/plain' holds no image"),
+        (PNG, "", 415, "Content-Type 'none' holds no image"),
+        (b"", "image/png", 422, "'image' is empty"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml", 422, "text such as SVG"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0", "image/heic", 422, "it is HEIC; send it as JPEG"),
+        (PNG, "multipart/form-data", 422, "without a boundary"),
+        (b"--x\r\n", "multipart/form-data; boundary=x", 422, "ends before its last boundary"),
+        (b"--x--\r\n", "multipart/form-data; boundary=x", 422, "holds no image"),
+        (b"hello", "multipart/form-data; boundary=x", 422, "the multipart body cannot be read"),
+        (b"hello", "multipart/form-data; boundary=" + "x" * 999, 422, "the multipart body cannot be read"),
+        (PNG[: len(PNG) // 2], "image/png", 422, "'image' is broken"),
+    ],
+)
+def test_wrong_bodies(http: TestClient, content: bytes, kind: str, status: int, words: str) -> None:
+    refused(http.post("/v1/predict", content=content, headers={"Content-Type": kind}), status, words)
+
+
+def test_wrong_addresses(http: TestClient) -> None:
+    refused(http.get("/v2"), 404, "there is nothing at /v2")
+    refused(http.get("/page/../app.py"), 404, "there is nothing at")
+    refused(http.get("/page/%2e%2e%2fapp.py"), 404, "there is nothing at")
+    refused(http.get("/v1/predict"), 405, "GET does not go with /v1/predict")
+
+
+def test_more_bytes_than_allowed(run: Path) -> None:
+    with client(run, limits=Limits(max_bytes=2000)) as (http, service):
+        refused(http.post("/v1/predict", files=form(bytes(3000))), 413, "larger than the 2 kB")
+        headers = {"Content-Type": "image/png"}
+        refused(http.post("/v1/predict", content=iter([bytes(900)] * 3), headers=headers), 413, "larger than the 2 kB")
+        assert service.ledger.held == 0
+
+
+def test_more_bytes_than_all_uploads_together_may_hold(run: Path) -> None:
+    with client(run) as (http, service):
+        service.ledger.take(service.ledger.total - 10)
+        answer = http.post("/v1/predict", files=form(PNG))
+        refused(answer, 503, "too many uploads")
+        assert answer.headers["retry-after"] == "1"
+        service.ledger.give(service.ledger.total - 10)
+        assert http.post("/v1/predict", files=form(PNG)).status_code == 200
+        assert service.ledger.held == 0
+
+
+def test_a_request_can_never_be_larger_than_the_queue(run: Path) -> None:
+    with pytest.raises(UserError, match="can never fit a queue of 4"):
+        Service(Classifier(run, "cpu"), Settings(queue=4))
+
+
+# ---- the model's bad days
+
+
+@contextmanager
+def held(service: Service) -> Iterator[threading.Event]:
+    """The model's thread, kept busy until the block ends."""
+    entered, go = threading.Event(), threading.Event()
+    busy = service.batcher.call(lambda: (entered.set(), go.wait(20)))
+    assert entered.wait(5)
+    try:
+        yield go
+    finally:
+        go.set()
+        busy.result(20)
+
+
+def test_a_full_queue_is_told_and_passes(run: Path) -> None:
+    with client(run, queue=16) as (http, service):
+        with held(service):
+            seats = service.batcher.reserve(15)
+            refused(http.post("/v1/predict", files=form(PNG, PNG)), 503, "the queue is full")
+            full = service.batcher.reserve(1)
+            answer = http.post("/v1/explain", files=form(PNG))
+            refused(answer, 503, "the queue is full")
+            assert answer.headers["retry-after"] == "1"
+            with seats, full:
+                pass
+        assert http.post("/v1/predict", files=form(PNG, PNG)).status_code == 200
+
+
+def test_a_failing_model_fails_its_batch_and_lives_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with client(run) as (http, service):
+        with monkeypatch.context() as broken:
+            broken.setattr(service.classifier, "probabilities", lambda pixels: 1 / 0)
+            refused(http.post("/v1/predict", files=form(PNG)), 500, "the model failed on this batch")
+            refused(http.post("/v1/explain", files=form(PNG)), 500, "the model failed on this batch")
+        assert http.post("/v1/predict", files=form(PNG)).status_code == 200
+        assert 'vitlab_requests_total{route="/v1/predict",status="500"} 1' in http.get("/metrics").text
+
+
+def test_who_goes_away_costs_no_computation(run: Path) -> None:
+    """The app is called as a server calls it, by a client that leaves while its image waits."""
+    with client(run) as (_, service):
+        app = create_app(service)
+        before = service.metrics.images
+        gone = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if not receive.asked:  # type: ignore[attr-defined]
+                receive.asked = True  # type: ignore[attr-defined]
+                return {"type": "http.request", "body": PNG, "more_body": False}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        receive.asked = False  # type: ignore[attr-defined]
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/predict", "raw_path": b"/v1/predict", "query_string": b"",
+            "headers": [(b"content-type", b"image/png")], "http_version": "1.1", "scheme": "http", "root_path": "",
+        }  # fmt: skip
+
+        async def leave() -> None:
+            task = asyncio.create_task(app(scope, receive, send))
+            while not service.batcher.waiting:
+                await asyncio.sleep(0.001)
+            gone.set()
+            await task
+
+        with held(service):
+            asyncio.run(leave())
+            assert service.batcher.waiting[0].future.cancelled()
+        service.batcher.submit(torch.zeros(3, 32, 32, dtype=torch.uint8)).result(5)
+        assert service.metrics.images == before + 1  # the one just asked for, not the one that was left
+        assert sent == []
+
+
+# ---- the token, the counters, the headers
+
+
+def test_a_token_guards_the_api_and_not_the_page(run: Path) -> None:
+    with client(run, token="open sesame") as (http, _):
+        for path in ("/v1/predict", "/v1/explain"):
+            refused(http.post(path, files=form(PNG)), 401, "this server wants a token")
+        for sent in ("", "Bearer", "Bearer open", "Bearer open sesame!", "Basic open sesame", "bearer \xff"):
+            answer = http.get("/v1/model", headers={"Authorization": sent.encode("latin-1")})
+            refused(answer, 401, "Authorization: Bearer TOKEN")
+            assert answer.headers["www-authenticate"] == "Bearer"
+        for path in ("/metrics", "/nowhere", "/v1%2Fmodel", "//v1/model"):
+            refused(http.get(path), 401, "token")
+        assert [http.get(path).status_code for path in ("/", "/docs", "/page/app.js", "/openapi.json")] == [200] * 4
+        assert http.get("/healthz").json() == {"status": "ok", "token": True}
+        allowed = {"Authorization": "Bearer open sesame"}
+        assert http.post("/v1/predict", files=form(PNG), headers=allowed).status_code == 200
+
+
+def test_the_counters(run: Path) -> None:
+    with client(run) as (http, _):
+        for _ in range(3):
+            http.post("/v1/predict", files=form(PNG, PNG))
+        http.post("/v1/predict", files=form(b"x"))
+        http.get("/no%0Asuch%22place")
+        answer = http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = answer.text.splitlines()
+    assert 'vitlab_requests_total{route="/v1/predict",status="200"} 3' in lines
+    assert 'vitlab_requests_total{route="/v1/predict",status="422"} 1' in lines
+    assert 'vitlab_requests_total{route="other",status="404"} 1' in lines
+    assert 'vitlab_request_seconds_count{route="/v1/predict"} 4' in lines
+    assert "vitlab_images_total 7" in lines  # and the one that warmed the model up
+    assert 'vitlab_batch_size_bucket{le="1"} 1' in lines
+    assert 'vitlab_batch_size_bucket{le="2"} 4' in lines
+    assert "vitlab_batch_size_sum 7.000000" in lines
+    assert "vitlab_queue_length 0" in lines
+    assert "vitlab_upload_bytes 0" in lines
+    shape = re.compile(r'(# (HELP|TYPE) .+|\w+(\{(\w+="[^"\\]*",?)+\})? [0-9.e+-]+)')
+    assert all(shape.fullmatch(line) for line in lines)
+
+
+def test_a_stopping_server_says_so(run: Path) -> None:
+    with client(run) as (http, service):
+        assert http.get("/healthz").status_code == 200
+        service.draining = True
+        assert http.get("/healthz").status_code == 503
+        refused(http.post("/v1/predict", files=form(PNG)), 503, "the server is stopping")
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/docs", "/page/style.css", "/healthz", "/v1/model", "/nowhere", "/openapi.json"]
+)
+def test_headers_that_keep_browsers_safe(http: TestClient, path: str) -> None:
+    headers = http.get(path).headers
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert "unsafe" not in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["x-frame-options"] == "DENY"
+    assert http.head(path).status_code == http.get(path).status_code
+
+
+PAGE = sorted((Path(vitlab.__file__).parent / "serving" / "page").iterdir())
+
+
+@pytest.mark.parametrize("path", PAGE, ids=lambda path: path.name)
+def test_the_page_asks_nobody_else_and_has_nothing_inline(http: TestClient, path: Path) -> None:
+    answer = http.get(f"/page/{path.name}")
+    assert answer.content == path.read_bytes()
+    kinds = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+    assert answer.headers["content-type"].split(";")[0] == kinds[path.suffix]
+    assert not re.search(r"(https?:)?//\w", answer.text.replace("http://www.w3.org/2000/svg", ""))
+    if path.suffix == ".html":
+        assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", answer.text)

@@ -1,0 +1,230 @@
+"""The page in a real browser with the real server: a picture goes in, and what is shown is what the model says."""
+
+import base64
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from servers import NAMES, VITLAB, Running, encoded, photo, save, server
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = Path("/usr/bin/chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no browser at {CHROMIUM}"),
+]
+DROP = """([text, name]) => {
+    const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+    const data = new DataTransfer();
+    data.items.add(new File([bytes], name, { type: "image/png" }));
+    for (const kind of ["dragenter", "dragover", "drop"])
+        document.body.dispatchEvent(new DragEvent(kind, { dataTransfer: data, bubbles: true, cancelable: true }));
+}"""
+
+
+class Visit:
+    """A page that notes what a browser complains about and whom it asks."""
+
+    def __init__(self, page: "sync_api.Page") -> None:
+        self.page = page
+        self.complaints: list[str] = []
+        self.asked: list[str] = []
+        page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda request: self.asked.append(request.url))
+
+    def open(self, url: str) -> None:
+        self.page.goto(url)
+        self.page.wait_for_selector("#model:has-text('parameters')")
+
+    def drop(self, data: bytes, name: str = "cat.png") -> None:
+        self.page.evaluate(DROP, [base64.b64encode(data).decode(), name])
+
+    def answered(self) -> tuple[str, float]:
+        self.page.wait_for_selector("#result:not([hidden])")
+        self.page.wait_for_selector("body:not(.busy)")
+        value = self.page.get_attribute("#top-probability", "data-value")
+        return self.page.inner_text("#top-class"), float(value or "nan")
+
+    def slide(self, name: str, value: int) -> None:
+        self.page.fill(f"#{name}", str(value))
+
+    def pixels(self) -> str:
+        """The picture with what lies over it, as a PNG in base64."""
+        return str(self.page.evaluate("document.getElementById('overlay').toDataURL()"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("page") / "small", image_size=64)
+
+
+@pytest.fixture(scope="module")
+def live(run: Path) -> Iterator[Running]:
+    with server(run) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["sync_api.Browser"]:
+    with sync_api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser: "sync_api.Browser", live: Running) -> Iterator[Visit]:
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    visit = Visit(page)
+    visit.open(live.url)
+    yield visit
+    page.close()
+    assert visit.complaints == []
+    assert all(url.startswith(live.url) for url in visit.asked), visit.asked
+
+
+def test_a_dropped_picture_gets_the_answer_of_the_command_line(visit: Visit, run: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "cat.png"
+    picture.write_bytes(encoded(photo(3, 200, 150)))
+    visit.drop(picture.read_bytes())
+    name, probability = visit.answered()
+    done = subprocess.run([VITLAB, "predict", run, picture, "--json"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    top = json.loads(done.stdout)["classes"][0]
+    assert name == top["name"]
+    assert probability == pytest.approx(top["probability"], abs=1e-3)
+    assert visit.page.inner_text("#top-probability") == f"{100 * top['probability']:.1f}\xa0%"
+    shown = visit.page.eval_on_selector_all("#bars .name", "all => all.map((one) => one.textContent)")
+    assert len(shown) == 5
+    assert shown[0] == name
+
+
+def test_sliders_change_what_lies_over_the_picture(visit: Visit) -> None:
+    visit.drop(encoded(photo(1)))
+    visit.answered()
+    page = visit.page
+    seen = [visit.pixels()]
+    assert page.inner_text("#layer-word") == "all layers (rollout)"
+    assert page.is_disabled("#head")
+    for layer, head, words in [
+        (1, 0, ("1 of 3", "mean of heads")),
+        (3, 0, ("3 of 3", "mean of heads")),
+        (3, 2, ("3 of 3", "2 of 3")),
+    ]:
+        visit.slide("layer", layer)
+        visit.slide("head", head)
+        assert (page.inner_text("#layer-word"), page.inner_text("#head-word")) == words
+        assert page.get_attribute("#layer", "aria-valuetext") == words[0]
+        seen.append(visit.pixels())
+    assert len(set(seen)) == 4
+    visit.slide("strength", 0)
+    bare = visit.pixels()
+    visit.slide("layer", 1)
+    assert visit.pixels() == bare  # the picture alone, whatever the layer
+
+
+def test_the_walk_is_made_of_this_picture(visit: Visit) -> None:
+    visit.drop(encoded(photo(1)))
+    visit.answered()
+    titles = visit.page.eval_on_selector_all("#steps h3", "all => all.map((one) => one.textContent)")
+    assert len(titles) == 5
+    shots = """() => [...document.querySelectorAll("#steps canvas")].map((one) => one.toDataURL())"""
+    first = visit.page.evaluate(shots)
+    assert len(first) == 3 + 2 * 3  # patches, tokens, positions; attention and tokens of three layers
+    visit.drop(encoded(photo(2)), "other.png")
+    visit.page.wait_for_selector("#footnote:has-text('other.png')")
+    second = visit.page.evaluate(shots)
+    same = [a == b for a, b in zip(first, second, strict=True)]
+    assert same == [False, False, True, *[False] * 6]  # only the positions are every picture's
+
+
+def test_everything_works_from_the_keyboard(visit: Visit) -> None:
+    page = visit.page
+    reached = []
+    for _ in range(3):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
+    assert reached == ["skip", "file", "sample"]
+    page.focus("#sample")
+    page.keyboard.press("Enter")
+    visit.answered()
+    before = visit.pixels()
+    page.focus("#layer")
+    page.keyboard.press("ArrowRight")
+    assert page.input_value("#layer") == "1"
+    assert visit.pixels() != before
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "head"
+
+
+def test_it_is_told_to_those_who_do_not_see_it(visit: Visit) -> None:
+    visit.drop(encoded(photo(1)))
+    name, _ = visit.answered()
+    page = visit.page
+    assert name in page.inner_text("[role=status]")
+    assert "row" in (page.get_attribute("#overlay", "aria-label") or "")
+    unnamed = """() => [...document.querySelectorAll("input, button, canvas:not([aria-hidden] *), [role=img]")]
+        .filter((one) => one.checkVisibility() || one.type === "file")
+        .filter((one) => !(one.labels?.length || one.ariaLabel || one.textContent || one.closest(".depths")))
+        .map((one) => one.outerHTML)"""
+    assert page.evaluate(unnamed) == []
+    assert page.get_attribute("html", "lang") == "en"
+
+
+@pytest.mark.parametrize("width", [360, 390, 768, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_every_width_in_light_and_dark(
+    browser: "sync_api.Browser", live: Running, width: int, scheme: str
+) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    visit = Visit(page)
+    visit.open(live.url)
+    visit.drop(encoded(photo(1)), "a rather long name of a picture_" + "x" * 80 + ".png")
+    visit.answered()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor").removeprefix("rgb(").rstrip(")").split(",")
+    assert (sum(map(int, light)) > 380) == (scheme == "light")
+    page.close()
+    assert visit.complaints == []
+
+
+def test_a_broken_picture_is_explained_and_the_next_one_shown(browser: "sync_api.Browser", live: Running) -> None:
+    page = browser.new_page()
+    visit = Visit(page)
+    visit.open(live.url)
+    visit.drop(b"not a picture", "cat.png")
+    page.wait_for_selector("#error:not([hidden])")
+    assert "'cat.png' is not a picture" in page.inner_text("[role=alert]")
+    visit.drop(encoded(photo(1)))
+    visit.answered()
+    assert page.is_hidden("#error")
+    page.close()
+
+
+def test_a_server_with_a_token_asks_for_it_once(browser: "sync_api.Browser", run: Path) -> None:
+    with server(run, "--token", "open sesame") as live:
+        page = browser.new_page()
+        visit = Visit(page)
+        page.goto(live.url)
+        page.wait_for_selector("#token:not([hidden])")
+        assert visit.complaints == []  # it does not try without
+        for word, then in (("wrong", "#error:not([hidden])"), ("open sesame", "#model:has-text('parameters')")):
+            page.fill("#token-value", word)
+            page.keyboard.press("Enter")
+            page.wait_for_selector(then)
+        visit.drop(encoded(photo(1)))
+        assert visit.answered()[0] in NAMES
+        assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+        page.close()
+
+
+def test_the_description_of_the_api(visit: Visit, live: Running) -> None:
+    visit.page.goto(f"{live.url}/docs")
+    visit.page.wait_for_selector(".route")
+    listed = visit.page.eval_on_selector_all(".route h2", "all => all.map((one) => one.textContent)")
+    assert listed == ["POST /v1/predict", "POST /v1/explain", "GET /v1/model", "GET /healthz", "GET /metrics"]
+    visit.page.goto(live.url)
+    visit.page.wait_for_selector("#model:has-text('parameters')")

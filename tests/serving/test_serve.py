@@ -1,0 +1,93 @@
+"""`vitlab serve` as a user meets it: how it starts, what it says, how it ends."""
+
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from servers import answer, encoded, photo, save, server
+
+from vitlab.cli import main
+
+PNG = encoded(photo())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("serve") / "small")
+
+
+def mistake(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What is said to someone who types this; it must be one sentence."""
+    monkeypatch.setattr(sys, "argv", ["vitlab", "serve", *words])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    return said
+
+
+def test_a_port_in_use(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = mistake([str(run), "--port", str(port)], monkeypatch, capsys)
+    assert f"cannot listen on 127.0.0.1 port {port}: it is in use; choose another with --port" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "nowhere"),
+        (["RUN", "--max-bytes", "lots"], "--max-bytes must be a positive number"),
+        (["RUN", "--queue", "4"], "can never fit a queue of 4"),
+        (["RUN", "--token", " "], "the token is empty"),
+        (["RUN", "--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    run: Path, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--port", "0", *[str(run) if word == "RUN" else word for word in words]]
+    assert said in mistake(words, monkeypatch, capsys)
+
+
+@pytest.mark.slow
+def test_sigterm_finishes_what_has_begun(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITLAB_TOKEN", "secret")
+    head = (
+        "POST /v1/predict HTTP/1.1\r\nHost: here\r\nContent-Type: image/png\r\n"
+        f"Authorization: Bearer secret\r\nContent-Length: {len(PNG)}\r\n\r\n"
+    )
+    with server(run) as live, socket.create_connection(("127.0.0.1", live.port), timeout=20) as wire:
+        wire.sendall(b"GET /v1/model HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert answer(wire)[0] == 401
+        wire.sendall(head.encode() + PNG[:50])
+        time.sleep(0.3)
+        live.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert live.process.poll() is None  # it waits for us
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", live.port), timeout=5)
+        wire.sendall(PNG[50:])
+        assert answer(wire)[0] == 200
+        assert live.process.wait(10) == 0
+        said = "".join(live.said)
+        assert "stopped" in said
+        assert "Traceback" not in said
+        assert "secret" not in said
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_in_order_too_and_openness_is_warned_of(run: Path) -> None:
+    with server(run, "--host", "0.0.0.0") as live:
+        live.process.send_signal(signal.SIGINT)
+        assert live.process.wait(10) == 0
+        said = "".join(live.said)
+        assert "VITLAB_TOKEN=... asks for a token" in said
+        assert "Traceback" not in said

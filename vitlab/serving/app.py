@@ -1,0 +1,148 @@
+"""The routes: predict, explain, what there is to know of the server, and the page."""
+
+import asyncio
+import contextlib
+import json
+import mimetypes
+from collections.abc import AsyncIterator
+from importlib import resources
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+
+from vitlab import __version__
+from vitlab.serving import schema
+from vitlab.serving.explain import facts
+from vitlab.serving.guard import Guard
+from vitlab.serving.service import Service
+
+TopK = Annotated[int, Query(ge=1, le=1000, description="How many classes to name.")]
+ABOUT = "Classes and attention of pictures, by one Vision Transformer."
+
+
+def create_app(service: Service) -> FastAPI:
+    @contextlib.asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        await service.warm()
+        yield
+        await asyncio.to_thread(service.close)
+
+    app = FastAPI(title="vitlab", version=__version__, description=ABOUT, lifespan=life, docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, metrics=service.metrics, token=service.settings.token)
+    app.add_exception_handler(HTTPException, tell_http)
+    app.add_exception_handler(RequestValidationError, tell_invalid)
+    add_model_routes(app, service)
+    add_server_routes(app, service)
+    add_pages(app)
+    return app
+
+
+def add_model_routes(app: FastAPI, service: Service) -> None:
+    failures = schema.errors(401, 408, 413, 415, 422, 500, 503)
+
+    @app.post(
+        "/v1/predict",
+        summary="Classes of one or many images",
+        response_description="For each image its name and its most probable classes.",
+        responses={200: {"model": schema.Predictions}, **failures},
+        openapi_extra=schema.body(service.limits.max_images),
+    )
+    async def predict(request: Request, top_k: TopK = 5) -> Response:
+        found = await service.predict(request)
+        return fast_json({"images": [{"name": name, "classes": service.top(row, top_k)} for name, row in found]})
+
+    @app.post(
+        "/v1/explain",
+        summary="Classes of one image, where the model looks, and the five steps",
+        response_description="Classes, the picture as the model saw it, and maps that lie over it.",
+        responses={200: {"model": schema.Explained}, **failures},
+        openapi_extra=schema.body(1),
+    )
+    async def explain(request: Request, top_k: TopK = 5) -> Response:
+        name, row, told = await service.explain(request)
+        return await asyncio.to_thread(fast_json, {"name": name, "classes": service.top(row, top_k), **told})
+
+    @app.get(
+        "/v1/model",
+        summary="The model in a few numbers",
+        response_description="Its kind and sizes, and the server's limits.",
+        responses=schema.errors(401),
+    )
+    async def model() -> schema.Facts:
+        limits = service.limits
+        told = facts(service.classifier, service.settings.name)
+        return schema.Facts(**told, max_bytes=limits.max_bytes, max_images=limits.max_images)
+
+
+def add_server_routes(app: FastAPI, service: Service) -> None:
+    wants_token = service.settings.token is not None
+
+    @app.get(
+        "/healthz",
+        summary="Whether the model answers",
+        response_description="It does.",
+        response_model=schema.Health,
+        responses={503: {"model": schema.Health, "description": "The server is stopping."}},
+    )
+    async def healthz() -> Response:
+        well = service.batcher.alive and not service.draining
+        return JSONResponse({"status": "ok" if well else "stopping", "token": wants_token}, 200 if well else 503)
+
+    @app.get(
+        "/metrics",
+        summary="Counters for Prometheus",
+        response_description="Requests, latencies, batches, images and the queue, as text.",
+        response_class=PlainTextResponse,
+        responses=schema.errors(401),
+    )
+    async def metrics() -> Response:
+        return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+def add_pages(app: FastAPI) -> None:
+    """Files of the page, read once; there is no path to any other."""
+    files = {file.name: file.read_bytes() for file in resources.files("vitlab.serving").joinpath("page").iterdir()}
+
+    def file(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404)
+        kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+        return Response(files[name], media_type=kind, headers={"Cache-Control": "no-cache"})
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return file("index.html")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return file("docs.html")
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def page(name: str) -> Response:
+        return file(name)
+
+
+def fast_json(value: Any) -> Response:
+    """Without a model of pydantic's in between, which would look at every number."""
+    return Response(json.dumps(value, separators=(",", ":"), allow_nan=False), media_type="application/json")
+
+
+# ---- errors in one shape
+
+
+async def tell_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    words = {
+        404: f"there is nothing at {request.url.path[:200]}; /docs lists what there is",
+        405: f"{request.method} does not go with {request.url.path[:200]}; /docs lists what does",
+    }
+    return JSONResponse({"error": words.get(error.status_code, str(error.detail))}, error.status_code, error.headers)
+
+
+async def tell_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    return JSONResponse({"error": f"{first['loc'][-1]}: {first['msg'][0].lower()}{first['msg'][1:]}"}, 422)

@@ -1,0 +1,142 @@
+// The five steps as a walk, each with a picture made from the numbers of this very image and a word to it.
+
+import { colours, heat, patches } from "/page/draw.js";
+import { element, percent } from "/page/words.js";
+
+export function walk(list, model, told, picture) {
+  const steps = [cut(model, picture), tokens(model, told), positions(model, told), depths(model, told), answer(model, told)];
+  list.replaceChildren(...steps.map((step, i) => card(i + 1, step)));
+}
+
+function card(number, { title, words, shape, shown, wide, label }) {
+  shown.setAttribute("role", "img");
+  shown.setAttribute("aria-label", label);
+  if (shown instanceof HTMLCanvasElement) shown.classList.add("one");
+  const head = element("h3", {}, title);
+  head.dataset.number = number;
+  const paragraphs = [...words.map((word) => element("p", {}, word)), element("p", { className: "shape" }, shape)];
+  const text = element("div", { className: "words" }, ...paragraphs);
+  const parts = wide ? [text, shown] : [shown, text];
+  return element("li", { className: wide ? "card step wide" : "card step" }, head, ...parts);
+}
+
+// ---- 1
+
+function cut(model, picture) {
+  const [h, w] = model.grid;
+  const [height, width] = model.image_size;
+  const stem = model.stem ? "A small convolutional network looks at the picture first and condenses it; what follows works on its map. " : "";
+  const inside = model.stem ? "" : ` → ${h * w} patches × ${model.patch * model.patch * 3} numbers`;
+  return {
+    title: "The picture is cut into patches",
+    words: [
+      `${stem}To the model a picture is a sentence of patches: ${h} rows of ${w}, ${h * w} in all, each ${model.patch} × ${model.patch} pixels. ` +
+        "It has to find out by itself which of them belong together.",
+    ],
+    shape: `${height} × ${width} pixels × 3 colours${inside}`,
+    shown: patches(picture, h, w),
+    label: `The picture, cut into ${h} rows of ${w} patches.`,
+  };
+}
+
+// ---- 2
+
+function tokens(model, told) {
+  const [h, w] = model.grid;
+  return {
+    title: "Each patch becomes a token",
+    words: [
+      `One matrix, the same for all patches, turns each of them into a token: a list of ${model.width} numbers. ` +
+        "Here every list is shown as one colour, so patches that are alike to the model have like colours.",
+    ],
+    shape: `${h * w} tokens × ${model.width} numbers`,
+    shown: colours(told.steps.tokens),
+    label: "The tokens as a grid of colours: like colours mean like tokens.",
+  };
+}
+
+// ---- 3
+
+const POSITIONS = {
+  "1d": "So a learned position is added to each token. Nobody told the model that the patches form a grid; where the colours run smoothly, it has found out.",
+  "2d": "So a learned row and a learned column are added to each token.",
+  sinusoidal: "So a fixed pattern of waves is added to each token, a different one for every place.",
+  relative: "This model adds nothing to the tokens; instead each layer knows how far apart any two of them are.",
+  none: "This model is not told: it sees a bag of patches, whatever their order.",
+};
+
+function positions(model, told) {
+  const [h, w] = model.grid;
+  const extra = model.pool === "token";
+  const words = [`A list of tokens has no left and right, no above and below. ${POSITIONS[model.positions]}`];
+  if (extra) {
+    words.push("One more token goes in front: the class token. It has no patch of its own; it is there to collect the answer.");
+  }
+  const grid = told.steps.positions;
+  return {
+    title: "Each token is told its place",
+    words,
+    shape: `${h * w}${extra ? " + 1" : ""} tokens × ${model.width} numbers`,
+    shown: grid ? colours(grid) : nothing("no positions are added here"),
+    label: grid ? "The positions as a grid of colours: like colours mean like positions." : "No positions are added.",
+  };
+}
+
+const nothing = (word) => element("p", { className: "small" }, word);
+
+// ---- 4
+
+function depths(model, told) {
+  const blocks = told.steps.depths.length;
+  const each = told.attention.length / blocks; // two attention maps a block where rows and columns take turns
+  const who = model.pool === "token" ? "the class token looks" : "the tokens look, on average";
+  const list = element("div", { className: "depths" });
+  told.steps.depths.forEach((grid, block) => {
+    const maps = told.attention.slice(block * each, (block + 1) * each).flat();
+    list.append(element("div", {}, heat(mean(maps)), colours(grid), element("span", {}, `${block + 1}`)));
+  });
+  return {
+    title: `${blocks} times over, the tokens look at each other`,
+    words: [
+      `In each of ${blocks} layers every token looks at all others, takes over what it can use, and thinks about it. ` +
+        `Above: where ${who} in that layer, yellow for most. Below: the tokens after it, as colours. At first they show what ` +
+        "is in a patch; later, what the patch is part of.",
+    ],
+    shape: `${blocks} layers × ${model.heads} heads, each a table of who looks at whom`,
+    shown: list,
+    label: `For each of ${blocks} layers, a map of the attention and the tokens as colours.`,
+    wide: true,
+  };
+}
+
+export function mean(maps) {
+  return maps[0].map((row, y) => row.map((_, x) => maps.reduce((sum, map) => sum + map[y][x], 0) / maps.length));
+}
+
+// ---- 5
+
+function answer(model, told) {
+  const who = { token: "The class token", mean: "The mean of all tokens", attention: "A last look at all tokens" }[model.pool];
+  const top = told.classes.slice(0, 3);
+  const rest = Math.max(0, 1 - top.reduce((sum, one) => sum + one.probability, 0));
+  const bar = element("div", { className: "shares" });
+  for (const one of top) {
+    const part = element("span", {});
+    part.style.width = `${one.probability * 100}%`;
+    bar.append(part);
+  }
+  const others = model.classes - top.length;
+  const left = others > 0 ? ` The other ${others.toLocaleString("en")} share ${percent(rest)}.` : "";
+  const named = top.map((one) => `“${one.name}” ${percent(one.probability)}`).join(", ");
+  return {
+    title: `${who} answers`,
+    words: [
+      `One last matrix makes a score for each of the ${model.classes.toLocaleString("en")} classes, and the scores are turned ` +
+        `into shares of 100 %: ${named}.${left}`,
+    ],
+    shape: `${model.width} numbers → ${model.classes.toLocaleString("en")} scores`,
+    shown: bar,
+    label: "A bar divided among the classes as their shares.",
+    wide: true,
+  };
+}

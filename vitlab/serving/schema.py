@@ -1,0 +1,88 @@
+"""The shapes of questions and answers, for the OpenAPI description."""
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+
+class Error(BaseModel):
+    error: str = Field(description="One sentence: what is wrong, and how to mend it.")
+
+
+class ClassShare(BaseModel):
+    index: int
+    name: str
+    probability: float
+
+
+class Predicted(BaseModel):
+    name: str = Field(description="The file's name, as it was sent.")
+    classes: list[ClassShare] = Field(description="The most probable classes, the first one first.")
+
+
+class Predictions(BaseModel):
+    images: list[Predicted] = Field(description="In the order they were sent.")
+
+
+class Steps(BaseModel):
+    tokens: list[list[list[int]]] = Field(description="(h, w, 3): patch tokens as colours, 0 to 255.")
+    positions: list[list[list[int]]] | None = Field(description="(h, w, 3): position embeddings as colours.")
+    depths: list[list[list[list[int]]]] = Field(description="(blocks, h, w, 3): tokens after each block as colours.")
+
+
+class Explained(Predicted):
+    picture: str = Field(description="What the model saw: a PNG in base64. All maps lie over it.")
+    rollout: list[list[float]] | None = Field(description="(h, w), sums to 1: attention through all layers.")
+    attention: list[list[list[list[float]]]] | None = Field(description="(L, H, h, w), each map sums to 1.")
+    steps: Steps | None
+    reason: str | None = Field(description="Why there is no attention, where there is none.")
+
+
+class Facts(BaseModel):
+    """The model in a few numbers; those of patches and heads are a ViT's alone."""
+
+    name: str
+    kind: str
+    classes: int
+    image_size: list[int]
+    parameters: int
+    layers: int
+    heads: int
+    width: int | None = None
+    grid: list[int] | None = None
+    patch: int | None = None
+    stem: bool | None = None
+    pool: str | None = None
+    positions: str | None = None
+    axial: bool | None = None
+    max_bytes: int
+    max_images: int
+
+
+class Health(BaseModel):
+    status: str
+    token: bool = Field(description="Whether this server wants a token.")
+
+
+ERRORS = {
+    401: "The token is missing or wrong.",
+    408: "The body did not arrive in time.",
+    413: "Too many bytes, images or pixels.",
+    415: "The Content-Type is neither a form nor an image.",
+    422: "A broken picture, or a parameter out of range.",
+    500: "The model failed on this batch.",
+    503: "The queue is full, or the server is stopping; try again after Retry-After seconds.",
+}
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": Error, "description": ERRORS[status]} for status in statuses}
+
+
+def body(most: int) -> dict[str, Any]:
+    """The OpenAPI of an upload; the routes read the body themselves, as it arrives."""
+    binary = {"type": "string", "format": "binary"}
+    images = {"type": "array", "items": binary, "minItems": 1, "maxItems": most}
+    form = {"type": "object", "properties": {"image": images}, "required": ["image"], "additionalProperties": False}
+    content = {"multipart/form-data": {"schema": form}, "image/*": {"schema": binary}}
+    return {"requestBody": {"required": True, "content": content}}
