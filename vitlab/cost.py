@@ -19,6 +19,7 @@ from vitlab.models.variants import Model
 
 BACKWARD = 2  # a backward pass costs two forward ones: gradients of the inputs and of the weights
 IMAGES_OF_JFT = 303_000_000
+STATE = 16  # bytes a parameter takes: itself, its gradient and Adam's two moments, in float32
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class Cost:
     def run_flops(self, images: float, epochs: float) -> float:
         """Operations of a whole training run."""
         return self.train_flops * images * epochs
+
+    def gpu_bytes(self, images: float, gpus: int, sharded: bool) -> float:
+        """Memory of one of so many GPUs that trains so many images at a time: the model's state, and activations."""
+        return STATE * self.parameters / (gpus if sharded else 1) + self.activation_bytes * images
 
 
 def days(flops: float, tflops: float) -> float:

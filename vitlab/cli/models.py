@@ -10,6 +10,8 @@ from rich.table import Table
 from vitlab.cli.app import app, console
 from vitlab.config import UserError
 
+PHOTO = 110e3  # bytes of a photo, ImageNet's mean
+
 Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the model, as of vitlab.create: image_size=384 ..."),
@@ -40,7 +42,7 @@ def models(
 
 @app.command(
     name="cost",
-    epilog="Examples: [bold]vitlab cost H/14 --images 303M --epochs 14 --tflops 400[/bold], "
+    epilog="Examples: [bold]vitlab cost H/14 --images 303M --epochs 14 --tflops 400 --gpus 64[/bold], "
     "[bold]vitlab cost B/16 image_size=384 positions=relative[/bold]",
 )
 def cost_(
@@ -48,11 +50,16 @@ def cost_(
     settings: Settings = None,
     images: Annotated[str, typer.Option(help="Images in the training set; 1.28M and 303e6 are numbers too.")] = "303M",
     epochs: Annotated[float, typer.Option(help="Passes over the set.")] = 7,
-    tflops: Annotated[float | None, typer.Option(help="Sustained speed of your machine, TFLOP/s.")] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="Sustained speed of your machine, or of each GPU, TFLOP/s.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs that share the work.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Images of a step, over all GPUs.")] = 4096,
+    micro: Annotated[int, typer.Option(min=1, help="Images that a GPU takes at a time.")] = 64,
 ) -> None:
-    """What a training run costs: FLOPs of an image and of the run, and days on a machine of a given speed.
+    """What a training run costs: FLOPs, days on machines of a given speed, memory, and the images it must be fed.
 
-    A multiply-add counts as two; training an image costs three forward passes.
+    A multiply-add counts as two; training an image costs three forward passes. Memory is for mixed bf16 with Adam.
     """
     from vitlab.cost import cost, days
     from vitlab.models.variants import create
@@ -70,8 +77,15 @@ def cost_(
         ("training, one image", f"{c.train_flops / 1e9:.2f} GFLOPs, {c.activation_bytes / 1e6:.1f} MB kept"),
         (f"the run, {count:,.0f} images x {epochs:g} epochs", f"{flops / 1e18:,.4g} exaFLOPs"),
     ]
+    each = [c.gpu_bytes(micro, gpus, sharded) / 1e9 for sharded in (False, True)]
+    rows.append((f"memory, {micro} images at a time", f"{each[0]:.1f} GB" if gpus == 1 else f"{each[0]:.1f} GB a GPU"))
+    if gpus > 1:
+        rows.append((f"the same, parallel=fsdp on {gpus} GPUs", f"{each[1]:.1f} GB a GPU"))
     if tflops is not None:
-        rows.append((f"at {tflops:g} TFLOP/s", f"{days(flops, tflops):,.4g} days"))
+        speed = gpus * tflops * 1e12 / c.train_flops
+        rows.append((f"at {gpus * tflops:g} TFLOP/s", f"{days(flops, gpus * tflops):,.4g} days"))
+        rows.append((f"steps of {batch:,} images", f"{count * epochs / batch:,.0f}, {batch / speed:.3g} s each"))
+        rows.append(("images to read and decode", f"{speed:,.0f} a second, {speed * PHOTO / 1e6:,.0f} MB"))
     table = Table(show_header=False, title=model)
     for row in rows:
         table.add_row(*row)

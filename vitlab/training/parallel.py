@@ -14,7 +14,9 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -75,7 +77,11 @@ def joined(device: str = "auto") -> Iterator[Cluster]:
         return
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+    # processes that torchrun starts anew would find the addresses of lost ones in its store: a page for each attempt
+    store, rank, world = next(rendezvous("env://"))
+    store = PrefixStore(f"attempt {attempt()}", store)
+    kinds = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    dist.init_process_group(kinds, store=store, rank=rank, world_size=world)
     try:
         yield Cluster(place, dist.get_rank(), world)
     except RuntimeError as error:
@@ -94,9 +100,14 @@ def lost(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection closed by peer" in str(error)
 
 
+def attempt() -> int:
+    """How often torchrun has started the processes anew."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def restarted() -> bool:
-    """Whether torchrun started this process anew after one was lost."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    """Whether this process takes up what another one, which was lost, had begun."""
+    return attempt() > 0
 
 
 def wrap(module: nn.Module, cluster: Cluster, *, recompute: bool, compiled: bool, parallel: Parallel) -> nn.Module:
