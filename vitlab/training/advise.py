@@ -267,4 +267,5 @@ def length(recipe: Recipe, images: int) -> str:
 def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return {"cpu": f"CPU ({torch.get_num_threads()} threads)", "mps": "Mac's GPU"}[device.type]
+    count = torch.get_num_threads()
+    return {"cpu": f"CPU ({count} thread{'s' * (count > 1)})", "mps": "Mac's GPU"}[device.type]

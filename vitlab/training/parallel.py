@@ -6,6 +6,7 @@ model is wrapped by one function: activation checkpointing, then compilation, th
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Cluster:
             dist.barrier()
 
     def agree(self, choose: Callable[[], T]) -> T:
-        """What the first process chooses, in every one of them; its mistakes are theirs too."""
+        """What the first process chooses, in every one of them; where it cannot, all of them end."""
         if self.world == 1:
             return choose()
         found: list[tuple[T | None, UserError | None]] = [(None, None)]
@@ -63,7 +64,7 @@ class Cluster:
         dist.broadcast_object_list(found)
         value, mistake = found[0]
         if mistake is not None:
-            raise mistake
+            raise mistake if self.first else SystemExit(1)  # said once
         return cast(T, value)
 
 
@@ -124,7 +125,9 @@ def wrap(module: nn.Module, cluster: Cluster, *, recompute: bool, compiled: bool
         return module
     if not sharded:
         ids = [cluster.device.index] if cluster.device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch have another name for it
+            return DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False)
     mesh = dist.device_mesh.init_device_mesh(cluster.device.type, (cluster.world,))
     for block in blocks(module):
         fully_shard(block, mesh=mesh)
