@@ -1,0 +1,98 @@
+"""int8 files of trained models, measured as a user would: agreement with float, size, and refusal where it fails."""
+
+from pathlib import Path
+
+import onnxruntime
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+import vitlab
+from vitlab.config import UserError
+from vitlab.data.sources import open_data
+from vitlab.data.transforms import eval_image
+from vitlab.export import export
+from vitlab.recipes import find
+from vitlab.training.loop import train
+from vitlab.training.recipe import override
+from vitlab.weights import preprocess_of
+
+SHARED = Path(__file__).parents[1] / ".." / "shared"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("runs") / "digits"
+    recipe = override(find("digits").recipe, ["steps=250"])
+    outcome = train(recipe, out, console=Console(quiet=True))
+    assert outcome.report["accuracy"] > 0.9
+    return str(out)
+
+
+def test_digits_agree_on_all_but_one_in_a_hundred(digits: str, tmp_path: Path) -> None:
+    report = export(digits, tmp_path / "x.onnx", precision="int8", calibrate="digits", least=0.99)
+    found = report.int8
+    assert found is not None
+    assert found.images >= 1000
+    assert found.apart
+    assert found.agreement >= 0.99
+    assert report.bytes < 0.5 * found.float_bytes
+    assert len(found.floats) < found.layers / 4
+    assert f"{found.agreement:.2%} of {found.images} images" in "\n".join(report.lines())
+
+    model, data = vitlab.load(digits), open_data("digits")  # and now by hand, over all 1,797
+    images = torch.stack(
+        [
+            eval_image(part.image(i), (8, 8), preprocess_of(model))
+            for part in (data.train, data.test)
+            for i in range(len(part))
+        ]
+    )
+    with torch.no_grad():
+        wanted = model(images).argmax(1).numpy()
+    (got,) = onnxruntime.InferenceSession(str(tmp_path / "x.onnx")).run(None, {"images": images.numpy()})
+    assert len(got) == 1797
+    assert (got.argmax(1) == wanted).mean() >= 0.99
+
+
+def test_what_does_not_agree_is_refused_with_its_number(digits: str, tmp_path: Path) -> None:
+    model = vitlab.load(digits)
+    with torch.no_grad():  # pairs of classes that only a hair tells apart
+        model.head.weight[1::2] = model.head.weight[::2] + 1e-3 * torch.randn_like(model.head.weight[::2])
+        model.head.bias[1::2] = model.head.bias[::2]
+    vitlab.save(model, tmp_path / "run")
+    with pytest.raises(
+        UserError, match=r"nothing is written: int8 .* on \d\d\.\d\d% of 1024 images of digits, below 99.90%"
+    ):
+        export(tmp_path / "run", tmp_path / "x.onnx", precision="int8", calibrate="digits", least=0.999)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_resnet_and_a_handful_of_images_are_refused(digits: str, tmp_path: Path) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for i in range(3):
+        Image.new("RGB", (8, 8), (80 * i, 0, 0)).save(photos / f"{i}.png")
+    with pytest.raises(UserError, match="has 3 images; int8 is calibrated on at least 16"):
+        export(digits, tmp_path / "x.onnx", precision="int8", calibrate=str(photos))
+    vitlab.save(vitlab.create("R50x1", classes=3, image_size=32), tmp_path / "resnet")
+    with pytest.raises(UserError, match="this model is a ResNet"):
+        export(tmp_path / "resnet", tmp_path / "x.onnx", precision="int8", calibrate="digits")
+    assert not (tmp_path / "x.onnx").exists()
+
+
+@pytest.mark.skipif(not (SHARED / "weights").exists(), reason="the real weights and photos lie outside the repository")
+def test_the_real_ti16_agrees_on_photos_at_two_sizes(tmp_path: Path) -> None:
+    weights, photos = SHARED / "weights" / "vit_tiny_patch16_224.safetensors", SHARED / "data" / "pets"
+    report = export(weights, tmp_path / "x.onnx", dynamic_size=True, precision="int8", calibrate=str(photos))
+    assert [(entry.size, entry.images) for entry in report.checks] == [((224, 224), 64), ((336, 240), 64)]
+    assert max(entry.difference for entry in report.checks) <= 1e-4
+    found = report.int8
+    assert found is not None
+    assert found.images >= 1000
+    assert found.agreement >= 0.95
+    assert "blocks.7.mlp.down" in found.floats  # one of its channels is forty times as loud as the others
+    assert report.bytes < 0.6 * found.float_bytes
+    assert found.seconds[1] < found.seconds[0]

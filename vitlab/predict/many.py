@@ -1,0 +1,173 @@
+"""`vitlab predict`: from words on the command line to lines of answers, whole lines whatever happens.
+
+Under torchrun each process takes a contiguous slice of the inputs and writes a part of its own; the parts joined in the
+order of their ranks are what one process would have written.
+"""
+
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from vitlab.config import Stopped, UserError
+from vitlab.data.workers import Broken
+from vitlab.device import pick_workers
+from vitlab.predict.classifier import Classifier
+from vitlab.predict.formats import TOP, Format, Kind, make_format
+from vitlab.predict.inputs import STDIN, Inputs, find
+from vitlab.predict.stream import Answers, answers
+
+NAMED = 20  # broken files that are named; the rest are counted
+
+
+@dataclass
+class Outcome:
+    """What came of the inputs: how many were answered, how many could not be read, and the first of those."""
+
+    total: int
+    done: int = 0
+    broken: int = 0
+    first: list[Broken] = field(default_factory=list)
+
+    def note(self, broken: Sequence[Broken]) -> None:
+        self.broken += len(broken)
+        self.first += broken[: NAMED - len(self.first)]
+
+
+def predict_many(
+    run: str,
+    words: Sequence[str],
+    *,
+    kind: Kind,
+    top: int | None = None,
+    out: Path | None = None,
+    device: str = "auto",
+    batch: int | None = None,
+    workers: int | None = None,
+    allow_url: bool = False,
+) -> Outcome:
+    """Write the answers to `out`, or to standard output, as they come; Ctrl-C leaves whole lines behind."""
+    rank, world = place()
+    inputs = find(words, allow_url=allow_url)
+    out = own_part(out, rank, world, inputs)
+    part = range(len(inputs) * rank // world, len(inputs) * (rank + 1) // world)
+    outcome = Outcome(len(part))
+    try:
+        classifier = Classifier(run, device)
+        count = min(TOP[kind] if top is None else top, len(classifier.labels))
+        form = make_format(kind, inputs, classifier.labels, count)
+        helpers = min(pick_workers(classifier.device) if workers is None else workers, len(part) // 2)
+        stream = answers(classifier, inputs, part, top=count, batch=batch, workers=helpers)
+        with opened(out) as file:
+            pour(stream, file, form, outcome, rank, world)
+    except KeyboardInterrupt:
+        kept = "" if out is None else f"; their answers are in {out}"
+        raise Stopped(signal.SIGINT, f"stopped after {outcome.done} of {outcome.total} images{kept}") from None
+    if world == 1 and outcome.done == 0:
+        if out is not None:
+            out.unlink()
+        raise UserError(nothing(outcome))
+    return outcome
+
+
+def pour(stream: Iterator[Answers], file: TextIO, form: Format, outcome: Outcome, rank: int, world: int) -> None:
+    """Batch after batch; the header, which the first process writes, waits for the first answer."""
+    head = form.head() if rank == 0 else ""
+    with progress(outcome.total, shown=rank == 0 and not file.isatty()) as bar:
+        for found in stream:
+            if found.good:
+                with unbroken():
+                    write(file, head + form.lines(found.good))
+                    outcome.done += len(found.good)
+                head = ""
+            outcome.note(found.broken)
+            bar.advance(bar.task_ids[0], len(found.good) + len(found.broken))
+    if world > 1:
+        write(file, head)  # the other parts may have answers
+
+
+def nothing(outcome: Outcome) -> str:
+    _, name, why = outcome.first[0]
+    if outcome.total == 1:
+        return f"{name} cannot be read: {why}"
+    return f"none of the {outcome.total} files can be read, such as {name}: {why}"
+
+
+# ---- shards
+
+
+def place() -> tuple[int, int]:
+    """Which of how many processes this is, as torchrun says."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def own_part(out: Path | None, rank: int, world: int, inputs: Inputs) -> Path | None:
+    """The file this process writes: of several processes each has its own, named so that they sort by rank."""
+    if world > 1:
+        if out is None:
+            raise UserError(f"{world} processes cannot share the standard output; name a file with --out")
+        if os.fsencode(STDIN) in inputs.names:
+            raise UserError(f"{world} processes cannot share the standard input; name files instead of '-'")
+        out = out.with_name(f"{out.stem}.rank{rank:0{len(str(world - 1))}}{out.suffix}")
+    if out is not None and out.exists():
+        raise UserError(f"{out} exists; remove it or name another file with --out")
+    return out
+
+
+# ---- writing
+
+
+@contextmanager
+def opened(out: Path | None) -> Iterator[TextIO]:
+    """The new file, or the standard output; names that are no text keep their bytes."""
+    if out is None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="surrogateescape")
+        yield sys.stdout
+        return
+    try:
+        with out.open("x", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
+
+
+def write(file: TextIO, text: str) -> None:
+    file.write(text)
+    file.flush()  # whoever follows sees every answer at once
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """Ctrl-C waits until the lines that are being written are whole."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python delivers signals to the main thread alone
+        return
+    asked: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
+
+
+def progress(total: int, *, shown: bool) -> Progress:
+    """A bar on the standard error, which leaves the standard output to the answers."""
+    console = Console(stderr=True)
+    columns = (MofNCompleteColumn(), BarColumn(), TextColumn("left"), TimeRemainingColumn())
+    bar = Progress(
+        *columns, console=console, transient=True, redirect_stdout=False, disable=not (shown and console.is_terminal)
+    )
+    bar.add_task("images", total=total)
+    return bar
