@@ -1,6 +1,6 @@
 """Sixty-four clients at once against the real server: no errors, bounded latency, no slower than without batching.
 
-By itself, `python tests/serving/test_load.py [SECONDS]` runs it for a minute and prints what it measured.
+By itself, `python tests/serving/test_crowd.py [SECONDS]` runs it for a minute and prints what it measured.
 """
 
 import asyncio
