@@ -123,3 +123,13 @@ def test_broken_files_are_named(tmp_path: Path, data: bytes) -> None:
         decode(path, str(path))
     assert caught.value.name == str(path)
     assert caught.value.why
+
+
+def test_only_readers_of_pictures_see_a_file(tmp_path: Path) -> None:
+    """PostScript under a picture's name is not handed to the program that Pillow would start for it."""
+    disguised = tmp_path / "cat.jpg"
+    disguised.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n")
+    with Image.open(disguised) as seen:
+        assert seen.format == "EPS"  # as Pillow alone would have it
+    with pytest.raises(BrokenImage, match="not an image of a known kind"):
+        decode(disguised, "cat.jpg")

@@ -1,5 +1,6 @@
 """From a file's bytes to an upright RGB picture, whatever the file holds."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -15,7 +16,17 @@ EXTENSIONS = frozenset(
     | {".ppm", ".pgm", ".pbm", ".pnm", ".tga"}
 )
 
+# Pillow's names of the kinds above. No other reader sees a file, whatever it is called: some of them start programs.
+READERS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "GIF", "TIFF", "JPEG2000", "PPM", "TGA")
+
 Shrink = Callable[[Size], float]  # how many times smaller a picture of this size (height, width) may come
+
+
+@functools.cache
+def readers() -> tuple[str, ...]:
+    """Those that this Pillow was built with."""
+    Image.init()
+    return tuple(name for name in READERS if name in Image.OPEN)
 
 
 class BrokenImage(Exception):
@@ -32,7 +43,7 @@ def decode(file: str | Path | BinaryIO, name: str, shrink: Shrink | None = None)
     Transparent pixels show white behind them; of an animation the first frame is taken.
     """
     try:
-        image: Image.Image = Image.open(file)
+        image: Image.Image = Image.open(file, formats=readers())
         if shrink is not None and image.format == "JPEG":
             _draft(image, shrink)
         ImageOps.exif_transpose(image, in_place=True)

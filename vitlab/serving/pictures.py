@@ -5,7 +5,6 @@ them takes, and so that everybody else's pass by them.
 """
 
 import asyncio
-import functools
 import io
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from vitlab.data.images import to_rgb
+from vitlab.data.images import readers, to_rgb
 from vitlab.serving.limits import Limits, Refused, short
 from vitlab.serving.uploads import Upload
 
-# Pillow's names of the kinds that vitlab reads (vitlab.data.images.EXTENSIONS). No other reader sees an upload:
-# some of them start programs.
-READERS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "JPEG2000", "PPM", "TGA")
 DEEP = 4
 LARGE = 1 / 8  # of the limit on pixels: from here on a picture is decoded by itself
 
@@ -63,13 +59,6 @@ class Decoders:
     def close(self) -> None:
         self.many.shutdown(wait=False, cancel_futures=True)
         self.large.shutdown(wait=False, cancel_futures=True)
-
-
-@functools.cache
-def readers() -> tuple[str, ...]:
-    """Those that this Pillow was built with."""
-    Image.init()
-    return tuple(name for name in READERS if name in Image.OPEN)
 
 
 def opened(upload: Upload, limits: Limits) -> Image.Image:
