@@ -1,8 +1,12 @@
-"""`vitlab demo`: the five steps on a handwritten digit, then a small ViT trained on all of them, on any CPU."""
+"""`vitlab demo`: a small ViT learns handwritten digits, on any CPU; then its answers, its mistakes and its insides.
 
-import tempfile
+The run's folder gets digits as files beside it, to try the other verbs on: samples/, one of each, and photos/, class
+folders as one's own photos would lie. All of them are digits the model never saw.
+"""
+
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.columns import Columns
 from rich.console import Console
@@ -10,39 +14,95 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from vitlab.analysis.gallery import Gallery
+from vitlab.config import UserError
 from vitlab.data.loader import Batch, EvalLoader
-from vitlab.data.sources import Data, open_data
+from vitlab.data.sources import Data, Source, open_data
 from vitlab.models.vit import ViT
+from vitlab.predict.many import predict_many
 from vitlab.recipes import find
-from vitlab.training.loop import train
-from vitlab.training.progress import duration
+from vitlab.training.recipe import Recipe
+from vitlab.training.start import stored_recipe
 from vitlab.weights import load, preprocess_of
+from vitlab.weights.store import WEIGHTS
 
 MOST_SHOWN = 12
+PHOTOS = 20  # files of each digit
+FIGURES = ("positions", "rollout", "steps")
+NEXT = (
+    ("vitlab finetune photos/ --from google/vit-base-patch16-224 --out runs/mine", "one folder per class in photos/"),
+    ("vitlab predict runs/mine photo.jpg", "what is in a picture"),
+    ("vitlab serve runs/mine", "a page to drop pictures on"),
+)
 
 
-def run(console: Console, out: Path | None = None) -> float:
-    """Train, test, and show the steps and the mistakes; returns the accuracy on the held-out third."""
+def begin(console: Console, out: Path) -> tuple[Recipe, bool]:
+    """The recipe, and whether there is a run in `out` to go on with."""
     recipe = find("digits").recipe
-    data = open_data(recipe.data, seed=recipe.seed)
-    with tempfile.TemporaryDirectory() as spare:
-        folder = out or Path(spare) / "digits"
-        console.print(f"training a small ViT on {len(data.train)} handwritten digits of 8x8 pixels")
-        outcome = train(recipe, folder, console=console, data=data)
-        model = load(folder)
+    images = len(open_data(recipe.data, seed=recipe.seed).train)
+    there = stored_recipe(out) is not None
+    if there and (out / WEIGHTS).exists():
+        say(console, f"{out} holds the demo's model already; it is used as it is (remove the folder to train anew)")
+    else:
+        verb = "going on training" if there else "training"
+        say(console, f"{verb} a small ViT on {images:,} handwritten digits of 8x8 pixels")
+    return recipe, there
+
+
+def tell(console: Console, out: Path) -> None:
+    """What the finished run in `out` can do."""
+    data = open_data(find("digits").recipe.data)
+    model = load(out)
     assert isinstance(model, ViT)
     tests = read_all(model, data)
     guesses = predict(model, tests.images)
-    right = (guesses == tests.labels).float().mean().item()
-    console.print(
-        f"test accuracy [bold]{right:.2%}[/] on {len(guesses)} digits it never saw, after {duration(outcome.seconds)}",
-        highlight=False,
-    )
     show_mistakes(console, tests, guesses)
     show_steps(console, model, tests.images[:1])
-    if out is not None:
-        console.print(f"the model is in {out}", highlight=False, markup=False)
-    return right
+    write_digits(data.test, out)
+    say(console, f"\nvitlab predict {out} {out / 'samples'}")
+    predict_many(str(out), [str(out / "samples")], kind="table")
+    try:
+        Gallery(model, out / "inside", FIGURES).write([out / "samples" / "3.png"], lambda line: None)
+    except UserError as error:  # matplotlib is an option
+        say(console, f"no figures: {error}")
+    show_end(console, out)
+
+
+def show_end(console: Console, out: Path) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_row("report.html", "how it learned, its mistakes: open it in a browser")
+    table.add_row("inside/", "where it looks, and the five steps as pictures")
+    table.add_row("photos/, samples/", "digits to try the other verbs on, as in docs/tutorial.md")
+    console.print(f"\nin {out}:", highlight=False)
+    console.print(table, highlight=False)
+    console.print("\n[bold]Next, with your own photos:[/]", highlight=False)
+    for command, what in NEXT:
+        console.print(f"  {command}   [dim]# {what}[/]", highlight=False, soft_wrap=True)
+
+
+def say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+# ---- digits as files
+
+
+def write_digits(source: Source, out: Path) -> None:
+    """Of each digit one file in samples/ and twenty others in photos/."""
+    try:
+        for label, name in enumerate(source.classes):
+            first, *others = np.flatnonzero(source.labels == label)[: PHOTOS + 1].tolist()
+            (out / "samples").mkdir(exist_ok=True)
+            source.image(first).save(out / "samples" / f"{name}.png")
+            folder = out / "photos" / name
+            folder.mkdir(parents=True, exist_ok=True)
+            for number, index in enumerate(others, 1):
+                source.image(index).save(folder / f"{number:02}.png")
+    except OSError as error:
+        raise UserError(f"the digits cannot be written to {out}: {error.strerror or error}") from None
+
+
+# ---- in the terminal
 
 
 def read_all(model: ViT, data: Data) -> Batch:

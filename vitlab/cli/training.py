@@ -8,18 +8,28 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitlab.cli.app import app, console
-from vitlab.config import UserError
+from vitlab.config import Stopped, UserError
 
 if TYPE_CHECKING:
+    from vitlab.training.loop import Outcome
     from vitlab.training.recipe import Recipe
 
 
-@app.command(epilog="Examples: [bold]vitlab demo[/bold], [bold]vitlab demo --out runs/demo[/bold]")
-def demo(out: Annotated[Path | None, typer.Option(help="Keep the run in this folder.")] = None) -> None:
-    """The whole story on built-in data, offline: train a small ViT on handwritten digits and look at its mistakes."""
-    from vitlab.demo import run
+@app.command(epilog="Examples: [bold]vitlab demo[/bold], [bold]vitlab demo --out runs/digits[/bold]")
+def demo(out: Annotated[Path, typer.Option(help="The run's folder.")] = Path("runs/demo")) -> None:
+    """The whole story on built-in data, offline: train a small ViT on handwritten digits, test it, look at its report.
 
-    run(console, out)
+    Two minutes on a CPU. The run stays in its folder, with digits as files to try the other verbs on; what is there
+    already is not done again.
+    """
+    from vitlab import demo
+
+    recipe, resume = demo.begin(console, out)
+    try:
+        run_recipe(recipe, out, resume)
+    except Stopped as stop:
+        raise Stopped(stop.code - 128, "stopped and saved; the same command goes on from there") from None
+    demo.tell(console, out)
 
 
 RunSettings = Annotated[
@@ -90,7 +100,8 @@ def finetune(
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         for line in advice.warnings if cluster.first else ():
             console.print(f"[yellow]warning:[/] {escape(line)}", highlight=False, soft_wrap=True)
-        run_recipe(advice.recipe, out, resume)
+        outcome = go(advice.recipe, out, resume)
+    report_on(outcome, advice.recipe.device)
 
 
 def device_of(pairs: list[str]) -> str:
@@ -99,17 +110,47 @@ def device_of(pairs: list[str]) -> str:
 
 
 def run_recipe(recipe: "Recipe", out: Path, resume: bool) -> None:
+    """Train, say how it ended, and write the report."""
+    report_on(go(recipe, out, resume), recipe.device)
+
+
+def go(recipe: "Recipe", out: Path, resume: bool) -> "Outcome":
     """Train, and say how it ended; of many processes, the first one speaks."""
     from vitlab.training.loop import train
     from vitlab.training.progress import duration
 
     outcome = train(recipe, out, resume=resume, console=console)
+    if outcome.first:
+        shown = [
+            f"{key} {value:.2%}" if "acc" in key else f"{key} {value:.4f}" for key, value in outcome.report.items()
+        ]
+        line = f"test: {', '.join(shown)}; {duration(outcome.seconds)}; the model is in {out}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return outcome
+
+
+def report_on(outcome: "Outcome", device: str) -> None:
+    """Write the report. The run itself is safe by now: what goes wrong here is told and changes nothing.
+
+    It is for the first of many processes, when they have parted: it takes its time, and nobody should wait for it.
+    """
+    import signal
+
+    import torch
+
+    from vitlab.report import write_report
+
     if not outcome.first:
         return
-    shown = [f"{key} {value:.2%}" if "acc" in key else f"{key} {value:.4f}" for key, value in outcome.report.items()]
-    said = ", ".join(shown)
-    line = f"test: {said}; {duration(outcome.seconds)}; the model is in {out}"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    again = f"`vitlab report {outcome.folder}` makes it later"
+    try:
+        path = write_report(outcome.folder, device=device)
+        console.print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
+    except (UserError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+        line = f"[yellow]note:[/] the model is saved, but there is no report: {escape(str(error))}; {escape(again)}"
+        console.print(line, highlight=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        raise Stopped(signal.SIGINT, f"the model is saved, the report is not finished; {again}") from None
 
 
 @app.command(

@@ -1,0 +1,76 @@
+"""Figures of a training run by step: its loss, its accuracy on the test set, its learning rate.
+
+Shapes: S steps that were logged, T tests.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitlab.plots.style import COLOURS, FAINT, drawing, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+SIZE = (4.2, 2.8)  # inches: three fit on a desk side by side, one on a phone, with words that can be read
+SPAN = 40  # the smoothed loss is a mean over this fraction of the run
+
+
+def loss_figure(steps: Ints, loss: Floats) -> "Figure":
+    """The training loss (S,) of every step, and its running mean."""
+    with drawing():
+        figure, axes = panel(steps, "training loss")
+        axes.plot(steps, loss, color=FAINT, alpha=0.45, linewidth=0.7, label="each step")
+        axes.plot(steps, smoothed(loss, len(loss) // SPAN), color=COLOURS[0], linewidth=1.6, label="running mean")
+        axes.set_ylim(min(0.0, float(loss.min())), 1.05 * float(np.quantile(loss, 0.995)) or 1.0)
+        axes.legend(loc="upper right")
+    return figure
+
+
+def accuracy_figure(steps: Ints, raw: Floats, averaged: Floats | None = None) -> "Figure":
+    """The share of test images (T,) that is right, with the weights as they are and, if there are any, averaged."""
+    with drawing():
+        figure, axes = panel(steps, "test accuracy")
+        axes.plot(steps, 100 * raw, color=COLOURS[1], marker="o", markersize=3.5, label="weights as they are")
+        shown = raw
+        if averaged is not None:
+            axes.plot(steps, 100 * averaged, color=COLOURS[0], marker="o", markersize=3.5, label="averaged weights")
+            axes.legend(loc="lower right")
+            shown = np.concatenate([raw, averaged])
+        low, high = 100 * float(shown.min()), 100 * float(shown.max())
+        margin = max(1.0, 0.08 * (high - low))
+        axes.set_ylim(max(-1.0, low - margin), min(101.0, high + margin))
+        axes.yaxis.set_major_formatter("{x:g} %")
+    return figure
+
+
+def rate_figure(steps: Ints, rate: Floats) -> "Figure":
+    """The learning rate (S,) of every step."""
+    with drawing():
+        figure, axes = panel(steps, "learning rate")
+        axes.plot(steps, rate, color=COLOURS[2], linewidth=1.6)
+        axes.set_ylim(0, 1.08 * float(rate.max()) or 1.0)
+    return figure
+
+
+def panel(steps: Ints, title: str) -> "tuple[Figure, Any]":
+    from matplotlib.ticker import MaxNLocator
+
+    figure = new_figure(*SIZE)
+    axes = figure.subplots()
+    axes.set_title(title, loc="left")
+    axes.set_xlabel("step")
+    axes.set_xlim(0, max(1, int(steps.max())) * 1.02)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    return figure, axes
+
+
+def smoothed(values: Floats, reach: int) -> Floats:
+    """Means over `reach` values to either side; near an end, over as many as there are on its side."""
+    index = np.arange(len(values))
+    reached = np.minimum(reach, np.minimum(index, len(values) - 1 - index))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[index + reached + 1] - sums[index - reached]) / (2 * reached + 1)

@@ -1,0 +1,89 @@
+"""What a run's folder says of its own making: recipe.json and log.jsonl.
+
+Shapes: S steps that were logged, T tests.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitlab.config import UserError
+from vitlab.training.checkpoint import read_json
+from vitlab.training.loop import LOG
+from vitlab.training.recipe import Recipe
+from vitlab.training.start import RECIPE, stored_recipe
+from vitlab.weights.store import WEIGHTS
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class History:
+    """A run that has ended: its recipe as it was resolved, the set it saw, and its course."""
+
+    recipe: Recipe
+    images: int  # it was trained on
+    steps: Ints  # (S,)
+    loss: Floats  # (S,)
+    rate: Floats  # (S,)
+    test_steps: Ints  # (T,)
+    accuracy: Floats  # (T,) on the test set, with the weights as they were
+    averaged: Floats | None  # (T,) the same with averaged weights
+    seconds: float  # spent on training steps alone, without tests
+    speed: float  # images a second, the median; 0 where nothing was logged
+
+    @property
+    def seen(self) -> int:
+        """Images that all steps together saw."""
+        return (self.recipe.steps or 0) * self.recipe.batch
+
+
+def read_history(folder: Path) -> History:
+    recipe = stored_recipe(folder)
+    if recipe is None:
+        raise UserError(
+            f"{folder} has no {RECIPE}, so it is not the folder of a run; a report is about what `vitlab finetune` "
+            "and `vitlab train` made, and `vitlab evaluate` tests any model"
+        )
+    if not (folder / WEIGHTS).exists():
+        raise UserError(f"the run in {folder} has not come to its end; continue it with --resume")
+    records = read_log(folder / LOG)
+    steps = [record for record in records if "loss" in record]
+    tests = [record for record in records if "test" in record]
+    speeds = [record["speed"] for record in records if "speed" in record]
+    averaged = all("ema" in record for record in tests) and tests
+    return History(
+        recipe,
+        int(read_json(folder / RECIPE)["images"]),
+        *(column(steps, "step", np.int64), column(steps, "loss"), column(steps, "lr")),
+        column(tests, "step", np.int64),
+        column([record["test"] for record in tests], "accuracy"),
+        column([record["ema"] for record in tests], "accuracy") if averaged else None,
+        spent(speeds, recipe.batch),
+        float(np.median(column(speeds, "images_per_second"))) if speeds else 0.0,
+    )
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}), so there is no course of the run to show") from None
+
+
+def column(records: list[dict[str, Any]], key: str, kind: type = np.float64) -> Any:
+    return np.array([record[key] for record in records], kind)
+
+
+def spent(speeds: list[dict[str, Any]], batch: int) -> float:
+    """Seconds of all steps, from the speed of each stretch of them."""
+    seconds, done = 0.0, 0
+    for record in speeds:
+        seconds += (record["step"] - done) * batch / max(1e-9, record["images_per_second"])
+        done = record["step"]
+    return seconds
