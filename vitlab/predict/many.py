@@ -8,7 +8,6 @@ import io
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from vitlab.predict.classifier import Classifier
 from vitlab.predict.formats import TOP, Format, Kind, make_format
 from vitlab.predict.inputs import STDIN, Inputs, find
 from vitlab.predict.stream import Answers, answers
+from vitlab.training.signals import listening
 
 NAMED = 20  # broken files that are named; the rest are counted
 
@@ -68,10 +68,12 @@ def predict_many(
         helpers = min(pick_workers(classifier.device) if workers is None else workers, len(part) // 2)
         stream = answers(classifier, inputs, part, top=count, batch=batch, workers=helpers)
         with opened(out) as file:
-            pour(stream, file, form, outcome, rank, world)
-    except KeyboardInterrupt:
-        kept = "" if out is None else f"; their answers are in {out}"
-        raise Stopped(signal.SIGINT, f"stopped after {outcome.done} of {outcome.total} images{kept}") from None
+            stop = pour(stream, file, form, outcome, rank, world)
+    except KeyboardInterrupt:  # before the first answer, or a second time
+        stop = signal.SIGINT
+    if stop:
+        kept = f"; their answers are in {out}" if out is not None and outcome.done else ""
+        raise Stopped(stop, f"stopped after {outcome.done} of {outcome.total} images{kept}")
     if world == 1 and outcome.done == 0:
         if out is not None:
             out.unlink()
@@ -79,20 +81,25 @@ def predict_many(
     return outcome
 
 
-def pour(stream: Iterator[Answers], file: TextIO, form: Format, outcome: Outcome, rank: int, world: int) -> None:
-    """Batch after batch; the header, which the first process writes, waits for the first answer."""
+def pour(stream: Iterator[Answers], file: TextIO, form: Format, outcome: Outcome, rank: int, world: int) -> int:
+    """Batch after batch; the header, which the first process writes, waits for the first answer.
+
+    Returns the signal that asked to stop, which waits for the end of a batch, or 0.
+    """
     head = form.head() if rank == 0 else ""
-    with progress(outcome.total, shown=rank == 0 and not file.isatty()) as bar:
+    with progress(outcome.total, shown=rank == 0 and not file.isatty()) as bar, listening() as asked:
         for found in stream:
             if found.good:
-                with unbroken():
-                    write(file, head + form.lines(found.good))
-                    outcome.done += len(found.good)
+                write(file, head + form.lines(found.good))
+                outcome.done += len(found.good)
                 head = ""
             outcome.note(found.broken)
             bar.advance(bar.task_ids[0], len(found.good) + len(found.broken))
+            if asked:
+                return asked[-1]
     if world > 1:
         write(file, head)  # the other parts may have answers
+    return 0
 
 
 def nothing(outcome: Outcome) -> str:
@@ -144,22 +151,6 @@ def opened(out: Path | None) -> Iterator[TextIO]:
 def write(file: TextIO, text: str) -> None:
     file.write(text)
     file.flush()  # whoever follows sees every answer at once
-
-
-@contextmanager
-def unbroken() -> Iterator[None]:
-    """Ctrl-C waits until the lines that are being written are whole."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python delivers signals to the main thread alone
-        return
-    asked: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if asked:
-        raise KeyboardInterrupt
 
 
 def progress(total: int, *, shown: bool) -> Progress:
