@@ -14,14 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray
 from PIL import Image
 from sklearn.linear_model import Ridge as SklearnRidge
 
 import vitlab
-from vitlab.cli import main
 from vitlab.config import UserError
 from vitlab.data.sources import open_data
 from vitlab.evaluation.extract import Extracted, extract
@@ -208,28 +206,6 @@ def test_memory_stays_within_what_is_stated(tmp_path: Path) -> None:
 
 
 Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`vitlab WORDS`: its exit code and what it prints."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["vitlab", *words])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        printed = capsys.readouterr()
-        return int(str(stop.value.code)), printed.out, printed.err
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("fewshot") / "run"
-    vitlab.save(vitlab.create("Ti/4", image_size=8, depth=1, width=24, heads=2, mlp=48, classes=10), folder)
-    return folder
 
 
 def test_the_command_on_digits(model: Path, tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
 import vitlab
-from vitlab.cli import main, representation
+from vitlab.cli import representation
 from vitlab.config import UserError
 from vitlab.data.sources import open_data
 from vitlab.evaluation import probe as module
@@ -191,28 +190,6 @@ def test_neighbours_that_cannot_be(k: list[int], temperature: float) -> None:
 # ---- the command
 
 Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`vitlab WORDS`: its exit code and what it prints."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["vitlab", *words])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        printed = capsys.readouterr()
-        return int(str(stop.value.code)), printed.out, printed.err
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("probe") / "run"
-    vitlab.save(vitlab.create("Ti/4", image_size=8, depth=1, width=24, heads=2, mlp=48, classes=10), folder)
-    return folder
 
 
 def test_the_command_on_digits(model: Path, tmp_path: Path, command: Command) -> None:
