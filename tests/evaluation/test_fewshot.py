@@ -10,6 +10,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -285,7 +286,8 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     vitlab.save(vitlab.create("Ti/4", image_size=32, classes=0), folder)
     words = [Path(sys.executable).with_name("vitlab"), "fewshot", str(folder), "digits"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    hearing = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # jobs in a shell's background are deaf to it
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hearing)
     deadline = time.monotonic() + 60
     while not list(folder.glob("features/*.safetensors")) and time.monotonic() < deadline:
         time.sleep(0.02)
