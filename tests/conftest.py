@@ -1,10 +1,15 @@
-"""Shared by the tests: weights in which nothing is zero, one or small enough to hide a mistake."""
+"""Shared by the tests: weights in which nothing is zero, one or small enough to hide a mistake; and verbs."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+import vitlab
+from vitlab.cli import main
 
 ADDED = ("token", "positions", "relative", "probe")  # tables, whose rows are added or compared, not multiplied with
 
@@ -35,3 +40,31 @@ def randomise() -> Callable[..., nn.Module]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+# ---- verbs, run in this process
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`vitlab WORDS`: its exit code and what it prints."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["vitlab", *words])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        printed = capsys.readouterr()
+        return int(str(stop.value.code)), printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run folder."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("small") / "run"
+    vitlab.save(vitlab.create("Ti/4", image_size=8, depth=1, width=24, heads=2, mlp=48, classes=10), folder)
+    return folder
