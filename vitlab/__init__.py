@@ -50,9 +50,12 @@ class _Say(logging.Handler):
     A program that sets up logging of its own gets the records there instead.
     """
 
+    last = ""
+
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.getLogger().handlers:
-            print(record.getMessage(), file=sys.stderr)
+        said, self.last = self.last, record.getMessage()
+        if self.last != said and not logging.getLogger().handlers:  # a file that is read twice is told of once
+            print(self.last, file=sys.stderr)
 
 
 logging.getLogger("vitlab").setLevel(logging.INFO)
