@@ -6,6 +6,7 @@ model is wrapped by one function: activation checkpointing, then compilation, th
 
 import functools
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,10 @@ from vitlab.device import pick_device
 
 Parallel = Literal["ddp", "fsdp"]
 T = TypeVar("T")
+
+# Seconds in which Python's lock is free at the end. Gloo's threads outlive their group and need the lock to drop the
+# last tensors; one that asks for it when Python has already ended aborts the process.
+LETTING_GO = 0.3
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ def joined(device: str = "auto") -> Iterator[Cluster]:
         ) from error
     finally:
         dist.destroy_process_group()
+        time.sleep(LETTING_GO)
 
 
 def lost(error: RuntimeError) -> bool:
