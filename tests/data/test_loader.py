@@ -78,6 +78,17 @@ def test_ranks_share_the_batch(resident: bool, world: int, batch: int) -> None:
         assert same(joined, batch_)
 
 
+@pytest.mark.parametrize(("rank", "world", "batch"), [(0, 1, 8), (0, 1, 7), (1, 2, 6), (1, 3, 9), (2, 3, 9)])
+@pytest.mark.parametrize("augment", [FULL, Augment()])
+def test_many_batches_at_a_time_are_the_same(rank: int, world: int, batch: int, augment: Augment) -> None:
+    """As an accelerator makes them; 23 images, so that a lot of them reaches over epochs."""
+    one, many = (loader(arrays(23), augment, batch=batch, rank=rank, world=world, resident=True) for _ in range(2))
+    many.most = 40
+    for step in (0, 2):
+        for alone, among in zip(take(one, 30, step), take(many, 30, step), strict=True):
+            assert same(alone, among)
+
+
 @pytest.mark.parametrize("resident", WAYS)
 def test_seeds_and_epochs_differ(resident: bool) -> None:
     source = arrays(8)

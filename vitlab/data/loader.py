@@ -26,7 +26,7 @@ from vitlab.device import send
 
 log = logging.getLogger("vitlab")
 
-AUGMENTED = 4096  # images that an accelerator augments at a time
+AT_ONCE = 1 << 28  # bytes of pixels, as floats, that an accelerator augments and mixes at a time
 WINDOW = 4  # shards whose images are shuffled among each other
 BROKEN_LIMIT = 0.1  # share of a set that may be broken before training stops
 
@@ -43,7 +43,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Plan:
-    """The images of a rank's slice of one batch, then those of other ranks that they are mixed with."""
+    """The images of a rank's slice of some batches, then those of other ranks that they are mixed with."""
 
     index: Ints  # (m,)
     key: Keys  # (m,)
@@ -86,6 +86,8 @@ class TrainLoader:
         self._orders: dict[int, Ints] = {}
         hold = worth_holding(source, image_size, self.device) if resident is None else resident
         self.held = Resident(source, image_size, preprocess, workers, self.device) if hold else None
+        # to an accelerator many images cost the host no more than few
+        self.most = 1 if self.device.type == "cpu" else AT_ONCE // (12 * image_size[0] * image_size[1])
         if self.held:
             self._note_broken(self.held.broken)
 
@@ -112,32 +114,32 @@ class TrainLoader:
             yield self._finish(plan, *self._gather(chunks, math.ceil(len(plan.index) / chunk)))
 
     def _from_memory(self, held: Resident, step: int) -> Iterator[Batch]:
-        """Some batches at a time: to an accelerator many images cost the host no more than few."""
-        ahead = 1 if self.device.type == "cpu" else max(1, AUGMENTED * self.world // self.batch)
+        """Several batches at a time, as many as come to `most` images."""
+        each = self.batch // self.world
+        ahead = max(1, self.most // each)
         for first in itertools.count(step, ahead):
-            plans = [self.plan(number) for number in range(first, first + ahead)]
-            index, key = np.concatenate([p.index for p in plans]), np.concatenate([p.key for p in plans])
-            pixels, index_ = held.cut(index, key, self.augment)
-            ends = np.cumsum([len(p.index) for p in plans]).tolist()
-            for plan, end in zip(plans, ends, strict=True):
-                part = slice(end - len(plan.index), end)
-                yield self._finish(plan, pixels[part], index_[part])
+            plan = self.plan(first, ahead)
+            many = self._finish(plan, *held.cut(plan.index, plan.key, self.augment))
+            for part in (slice(start, start + each) for start in range(0, ahead * each, each)):
+                yield Batch(many.images[part], many.labels[part], many.targets[part], many.index[part])
 
-    def plan(self, step: int) -> Plan:
-        """What batch number `step` is made of."""
-        place = step * self.batch + np.arange(self.batch)
+    def plan(self, step: int, count: int = 1) -> Plan:
+        """What the `count` batches from number `step` on are made of."""
+        place = step * self.batch + np.arange(count * self.batch)
         epoch = place // len(self.source)
         index = np.concatenate([self.order(int(e))[place[epoch == e] % len(self.source)] for e in np.unique(epoch)])
         key = keys(self.seed, epoch, index)
         low, high = (self.batch * r // self.world for r in (self.rank, self.rank + 1))
-        mine = np.arange(low, high)
-        mix = draw_mix(key[mine & ~1], self.augment)
+        start = self.batch * np.arange(count)[:, None]
+        mine = (start + np.arange(low, high)).ravel()
+        mix = draw_mix(key[(start + (np.arange(low, high) & ~1)).ravel()], self.augment)
         if mix is None:
             return Plan(index[mine], key[mine], np.arange(len(mine)), None)
-        other = partners(self.batch)[mine]
+        other = (start + partners(self.batch)[low:high]).ravel()
         places = np.concatenate([mine, np.setdiff1d(other, mine)])
-        found = {place: i for i, place in enumerate(places.tolist())}
-        return Plan(index[places], key[places], np.array([found[p] for p in other.tolist()]), mix)
+        found = np.zeros(len(index), np.int64)
+        found[places] = np.arange(len(places))
+        return Plan(index[places], key[places], found[other], mix)
 
     def order(self, epoch: int) -> Ints:
         """The order of an epoch; where images lie in shards, a few shards are read and shuffled at a time."""

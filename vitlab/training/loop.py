@@ -5,7 +5,6 @@ the loader's batches, the model's dropout (its generator is seeded before every 
 """
 
 import dataclasses
-import json
 import math
 import shutil
 import time
@@ -30,19 +29,20 @@ from vitlab.models.variants import build
 from vitlab.models.vit import ViT
 from vitlab.training import checkpoint, sharded
 from vitlab.training.checkpoint import Facts
+from vitlab.training.graph import Recorded
 from vitlab.training.masked import MaskedPatches, PredictPatches
 from vitlab.training.measure import blank, measure
 from vitlab.training.objectives import Classify, Goal, sigmoid_loss, softmax_loss
 from vitlab.training.optim import Average, clip, learning_rate, make_optimiser, set_rate
 from vitlab.training.parallel import Cluster, gradients, joined, restarted, whole, wrap
-from vitlab.training.progress import Bar, Board, Log, peak
+from vitlab.training.progress import Bar, Board, Log, last_report, peak
 from vitlab.training.recipe import Recipe
 from vitlab.training.signals import listening, threads
 from vitlab.training.start import Plan, divisors, fit_micro, free_bytes, last, make_plan
 from vitlab.weights import save
 
 LOG = "log.jsonl"
-MOST_TESTED = 256  # images of a test batch
+MOST_TESTED = 256 * 224 * 224  # pixels of a test batch
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,14 @@ class Run:
         compiled = r.compile == "yes" or (r.compile == "auto" and cluster.device.type == "cuda")
         self.module = wrap(self.core, cluster, recompute=r.recompute, compiled=compiled, parallel=r.parallel)
         self.optimiser = make_optimiser(
-            self.core, r.optimiser, weight_decay=r.weight_decay, betas=(r.beta1, r.beta2), momentum=r.momentum
+            self.core,
+            r.optimiser,
+            weight_decay=r.weight_decay,
+            betas=(r.beta1, r.beta2),
+            momentum=r.momentum,
+            recorded=r.graph and cluster.device.type == "cuda" and cluster.world == 1,
         )
+        self.recorded: Recorded | None = None
         self.average = Average(self.core, r.ema) if r.ema else None
         self.saver = sharded.Saver(cluster) if self.sharded else None
         self.flops = 0
@@ -149,6 +155,7 @@ class Run:
     def make_loaders(self) -> tuple[TrainLoader, EvalLoader]:
         p, r, c = self.plan, self.recipe, self.cluster
         workers = pick_workers(c.device) if r.workers is None else r.workers
+        h, w = p.config.image_size
         train = TrainLoader(
             p.data.train,
             p.config.image_size,
@@ -167,7 +174,7 @@ class Run:
             p.data.test,
             p.config.image_size,
             p.preprocess,
-            batch=min(2 * self.micro, MOST_TESTED),  # without a backward pass, twice as many fit
+            batch=min(2 * self.micro, max(256, MOST_TESTED // (h * w))),  # without gradients, twice as many fit
             workers=workers,
             device=c.device,
             rank=c.rank,
@@ -222,34 +229,60 @@ class Run:
         return int(self.cluster.sum(numbers).max())
 
     def step(self, step: int) -> None:
-        r = self.recipe
         set_rate(self.optimiser, self.rate(step))
         while True:
             try:
-                loss = self.backward(step)
+                loss, norm = self.replay(step) if self.recordable else (self.backward(step), self.move())
                 break
             except torch.OutOfMemoryError as error:
                 self.shrink(step, error)
-        norm = clip(self.core.parameters(), r.clip)
-        self.optimiser.step()
-        self.optimiser.zero_grad()
         if self.average is not None:
             self.average.update(step)
         self.window.append((step + 1, loss, norm))
 
     def backward(self, step: int) -> Tensor:
         """Gradients of the whole batch, micro-batch by micro-batch; this process's mean loss."""
-        self.module.train()
         total = torch.zeros((), device=self.cluster.device, dtype=self.dtype)
         for part in range(self.parts):
-            batch = next(self.batches)
-            torch.manual_seed(draw_seed(self.recipe.seed, step, part, self.cluster.rank))
+            batch = self.next_batch(step, part)
             with gradients(self.module, last=part == self.parts - 1):
-                with self.autocast():
-                    loss = self.goal.loss(self.module, batch, step) / self.parts
-                loss.backward()
-            total += loss.detach()
+                total += self.add(batch, step)
         return total
+
+    def replay(self, step: int) -> tuple[Tensor, Tensor]:
+        """A step as one CUDA graph, once it is recorded."""
+        if self.recorded is None:
+            self.recorded = Recorded(lambda batch: (self.add(batch, step), self.move()))
+        return self.recorded(self.next_batch(step, 0))
+
+    @property
+    def recordable(self) -> bool:
+        r, c = self.recipe, self.cluster
+        whole = c.device.type == "cuda" and c.world == 1 and self.parts == 1
+        # the host draws masks, and keeps the generator's state for activations made twice
+        return r.graph and whole and r.optimiser == "adamw" and r.objective != "masked" and not r.recompute
+
+    def next_batch(self, step: int, part: int) -> Batch:
+        """A micro-batch, with the model's generator set to where it belongs."""
+        if not self.module.training:
+            self.module.train()
+        batch = next(self.batches)
+        torch.manual_seed(draw_seed(self.recipe.seed, step, part, self.cluster.rank))
+        return batch
+
+    def add(self, batch: Batch, step: int) -> Tensor:
+        """A micro-batch's share of the gradients, and of the loss."""
+        with self.autocast():
+            loss = self.goal.loss(self.module, batch, step) / self.parts
+        loss.backward()
+        return loss.detach()
+
+    def move(self) -> Tensor:
+        """Change the weights; the norm of the gradient, before it was clipped."""
+        norm = clip(self.core.parameters(), self.recipe.clip)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        return norm
 
     def shrink(self, step: int, error: Exception) -> None:
         """Out of memory: a smaller micro-batch, and the step again from its beginning."""
@@ -410,9 +443,3 @@ class Run:
 def draw_seed(*parts: int) -> int:
     """A seed for the model's own draws, from what they belong to."""
     return int(keys(*parts)[0] >> np.uint64(1))
-
-
-def last_report(log: Path) -> dict[str, float]:
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    tests = [record for record in records if "test" in record]
-    return dict(tests[-1].get("ema", tests[-1]["test"])) if tests else {}

@@ -34,9 +34,18 @@ def decays(name: str, parameter: Tensor) -> bool:
 
 
 def make_optimiser(
-    module: nn.Module, kind: Kind, *, weight_decay: float, betas: tuple[float, float], momentum: float
+    module: nn.Module,
+    kind: Kind,
+    *,
+    weight_decay: float,
+    betas: tuple[float, float],
+    momentum: float,
+    recorded: bool = False,
 ) -> torch.optim.Optimizer:
-    """AdamW (decay decoupled, times the learning rate) or SGD with momentum, with decay on kernels alone."""
+    """AdamW (decay decoupled, times the learning rate) or SGD with momentum, with decay on kernels alone.
+
+    Where AdamW's step is `recorded` as a CUDA graph, its learning rate is a tensor on the GPU.
+    """
     learned = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     groups = [
         {"params": [p for name, p in learned if decays(name, p)], "weight_decay": weight_decay},
@@ -44,13 +53,17 @@ def make_optimiser(
     ]
     if kind == "adamw":
         fused = all(p.is_cuda for _, p in learned)
-        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=1e-8, fused=fused)
+        lr: float | Tensor = torch.zeros((), device=learned[0][1].device) if recorded else 0.0
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=fused, capturable=recorded)
     return torch.optim.SGD(groups, lr=0.0, momentum=momentum)
 
 
 def set_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
     for group in optimiser.param_groups:
-        group["lr"] = rate
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def clip(parameters: Iterable[nn.Parameter], most: float) -> Tensor:

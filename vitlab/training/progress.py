@@ -124,3 +124,9 @@ def duration(seconds: float) -> str:
     if seconds < 90 * 60:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
+
+
+def last_report(log: Path) -> dict[str, float]:
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    tests = [record for record in records if "test" in record]
+    return dict(tests[-1].get("ema", tests[-1]["test"])) if tests else {}

@@ -96,6 +96,7 @@ class Recipe:
     device: str = "auto"
     precision: Precision = "auto"
     compile: Compile = "auto"
+    graph: bool = False  # where one GPU takes a batch whole, AdamW's step as one CUDA graph: for small models
     recompute: bool = False  # activation checkpointing: less memory, a third more compute
     parallel: Parallel = "ddp"  # under torchrun: the whole model in each process, or its parts
     workers: int | None = None  # processes that read images; none: by the machine
