@@ -1,10 +1,13 @@
 """Names, sizes and parameter counts of the model family."""
 
+import dataclasses
+
 import pytest
 import torch
 
 import vitlab
-from vitlab.models.variants import LISTED, SIZES, STAGES, Model
+from vitlab.config import StemConfig
+from vitlab.models.variants import LISTED, SIZES, STAGES, Model, configure, name_of
 
 # At 224 px with 1000 classes. ViT and hybrids: the published counts. ResNets: see `resnet_parameters`.
 COUNTS = {
@@ -146,3 +149,15 @@ def test_bad_names_and_settings_get_one_sentence(name: str, settings: dict[str, 
 def test_misspelt_setting_is_refused() -> None:
     with pytest.raises(TypeError, match="dropot"):
         vitlab.create("Ti/16", dropot=0.1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", [*LISTED, "Ti/8", "H/16"])
+def test_a_config_knows_its_name(name: str) -> None:
+    config = configure(name, {"image_size": 96 * 7, "classes": 3})
+    assert name_of(config) == name
+
+
+def test_a_shape_of_ones_own_has_no_name() -> None:
+    assert name_of(configure("B/16", {"depth": 3})) is None
+    assert name_of(dataclasses.replace(configure("R50x1", {}), width=96)) is None
+    assert name_of(dataclasses.replace(configure("R50+B/16", {}), stem=StemConfig((1, 1, 1)))) is None

@@ -40,6 +40,12 @@ def test_a_cpu_is_not_given_the_papers_batch(tmp_path: Path, weights: str) -> No
     assert 0 < advice.seconds < 60
 
 
+def test_the_recipe_names_the_model_of_the_weights(tmp_path: Path) -> None:
+    save(vitlab.create("Ti/32", image_size=64, classes=5), tmp_path / "model")
+    said = finetune_recipe(photos(tmp_path / "p", {"a": 3, "b": 3}), str(tmp_path / "model"), ["device=cpu"])
+    assert said.recipe.model == "Ti/32"
+
+
 def test_where_time_is_short_only_the_head_learns(
     tmp_path: Path, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ RdepthxFactor      R50x1, R152x4                BiT ResNets
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -137,3 +138,19 @@ def stem_config(name: str, stem: str, stride: int) -> tuple[StemConfig, int]:
         return StemConfig(()), ROOT_PATCH
     first, second, third, fourth = stages
     return StemConfig(stages if stride == 32 else (first, second, third + fourth)), 1
+
+
+def name_of(config: ModelConfig) -> str | None:
+    """The name by which `configure` makes a model of this shape; None where it is nobody's."""
+    if isinstance(config, ResNetConfig):
+        depth = next((depth for depth, stages in STAGES.items() if stages == config.stages), None)
+        return f"R{depth}x{config.width // 64}" if depth and config.width % 64 == 0 else None
+    shape = config.depth, config.width, config.mlp, config.heads
+    size = next((name for name, row in SIZES.items() if row == shape), None)
+    if size is None or config.stem is None:
+        return size and f"{size}/{config.patch}"
+    for stem, stride in itertools.product(STEMS, (16, 32)):
+        made, patch = stem_config(size, stem, stride)
+        if (made.stages, patch) == (config.stem.stages, config.patch):
+            return f"{stem}+{size}/{stride}"
+    return None

@@ -162,6 +162,8 @@ def made(subject: Subject) -> str:
         ("recipe", safe(how(recipe, h.images))),
     ]
     said = to_json(recipe)
+    if recipe.weights is not None:
+        del said["model"]  # the weights decide
     said |= {f"augment: {key}": value for key, value in said.pop("augment").items()}
     said |= {f"preprocess: {key}": value for key, value in (said.pop("preprocess") or {}).items()}
     settings = ((safe(key), safe(shown(value))) for key, value in said.items() if value is not None)

@@ -2,20 +2,20 @@
 
 from vitlab.config import ModelConfig, ResNetConfig
 from vitlab.data.transforms import Augment
-from vitlab.models.variants import SIZES, STAGES
+from vitlab.models.variants import name_of
 from vitlab.training.progress import duration
 from vitlab.training.recipe import Recipe
 
 
 def model_name(config: ModelConfig) -> str:
     """ViT-B/16 where it is a model of the paper, else its kind."""
+    name = name_of(config)
     if isinstance(config, ResNetConfig):
-        depth = next((depth for depth, stages in STAGES.items() if stages == config.stages), None)
-        return f"ResNet R{depth}x{config.width // 64}" if depth and config.width % 64 == 0 else "ResNet"
-    shape = config.depth, config.width, config.mlp, config.heads
-    size = next((name for name, row in SIZES.items() if row == shape), None)
-    kind = "hybrid ViT" if config.stem is not None else "axial ViT" if config.attention == "axial" else "ViT"
-    return kind if size is None else f"{kind}-{size}/{config.stride}"
+        return f"ResNet {name}" if name else "ResNet"
+    if config.stem is not None:
+        return f"hybrid {name}" if name else "hybrid ViT"
+    kind = "axial ViT" if config.attention == "axial" else "ViT"
+    return f"{kind}-{name}" if name else kind
 
 
 def build_of(config: ModelConfig) -> str:

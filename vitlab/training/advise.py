@@ -20,7 +20,7 @@ from vitlab.data.look import class_warnings, image_warnings, summarise
 from vitlab.data.sources import Data, Source, open_data
 from vitlab.data.transforms import Augment
 from vitlab.device import pick_device
-from vitlab.models.variants import Model, build, create
+from vitlab.models.variants import Model, build, create, name_of
 from vitlab.recipes import DIGITS
 from vitlab.training.progress import duration, peak
 from vitlab.training.recipe import Recipe, count_steps, evaluations, override
@@ -33,7 +33,6 @@ PAPER_LIMIT = 12 * 3600.0  # seconds: where the paper's recipe takes longer, it 
 SUSTAINED = 0.35  # share of a GPU's peak that training reaches
 SMALLEST_MICRO = 16  # a GPU that cannot hold as many images at 384 px is not one for the paper's recipe
 WHOLE_RATE, HEAD_RATE = 0.01, 0.1  # SGD's learning rates for small batches
-NAME_OF_WEIGHTS = "B/16"  # a recipe names a model; that of the weights goes before it
 # Where to start when nothing is said: the largest that the kind of machine fine-tunes in reasonable time.
 HUB = {
     "cuda": "google/vit-base-patch16-224-in21k",
@@ -101,7 +100,7 @@ def from_weights(data: Data, spec: str, weights: str | None, model: Model, devic
     n = len(data.train)
     steps = 500 if n < 20_000 else 10_000 if n < 500_000 else 20_000
     paper = Recipe(
-        NAME_OF_WEIGHTS,
+        name_of(model.config) or "B/16",  # a recipe has to name one; what the weights are goes before it
         spec,
         higher(model.config.image_size, stride(model)),
         weights=weights,
