@@ -23,7 +23,7 @@ from vitlab.evaluation.evaluate import Evaluation
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
 from vitlab.plots.inside import overlay
-from vitlab.plots.style import COLOURS
+from vitlab.plots.style import COLOURS, save
 from vitlab.weights import preprocess_of
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def drawn(figure: "Figure") -> Drawn:
 def encode_figure(figure: "Figure") -> str:
     """Without a background: the page's own shows through."""
     file = io.BytesIO()
-    figure.savefig(file, format="png", transparent=True)
+    save(figure, file, format="png", transparent=True)
     return address(file.getvalue(), "png")
 
 
