@@ -54,6 +54,13 @@ def tiny(seed: int = 0, **settings: object) -> ViT:
     return model
 
 
+def photos(folder: Path) -> None:
+    for label in ("cat", "dog"):
+        (folder / label).mkdir(parents=True)
+        for i in range(60):
+            Image.new("RGB", (10, 10), (i, 2 * i, 90)).save(folder / label / f"{i:02}.png")
+
+
 def small(model: Model, source: Arrays | Part, **options: object) -> Extracted:
     return extract(model, source, batch=BATCH, device="cpu", workers=0, **options)  # type: ignore[arg-type]
 
@@ -193,11 +200,23 @@ def test_a_removed_image_costs_only_what_came_after(tmp_path: Path, pieces: Call
     np.testing.assert_allclose(found.values, np.delete(small(model, source).values, 100, 0), rtol=1e-5, atol=1e-6)
 
 
+def test_a_mended_photo_is_computed_again(tmp_path: Path, pieces: Callable[[Path], list[Path]]) -> None:
+    """Any one of its piece, not only the first; the other pieces stay."""
+    photos(tmp_path / "photos")
+    model, source = tiny(), open_data(str(tmp_path / "photos"), holdout=0.01).train
+    before = small(model, source, keep=tmp_path / "kept").values  # type: ignore[arg-type]
+    assert len(pieces(tmp_path / "kept")) == 2
+    photo = Path(source.name(17))
+    Image.new("RGB", (10, 10), (200, 0, 0)).save(photo)
+    after = small(model, source, keep=tmp_path / "kept").values
+    assert len(pieces(tmp_path / "kept")) == 3
+    changed = np.flatnonzero((before != after).any(1))
+    assert changed.tolist() == [17]
+    assert_array_equal(after, small(model, source).values)
+
+
 def test_a_broken_image_is_named(tmp_path: Path, pieces: Callable[[Path], list[Path]]) -> None:
-    for label in ("cat", "dog"):
-        (tmp_path / "photos" / label).mkdir(parents=True)
-        for i in range(60):
-            Image.new("RGB", (10, 10), (i, 2 * i, 90)).save(tmp_path / "photos" / label / f"{i:02}.png")
+    photos(tmp_path / "photos")
     bad = tmp_path / "photos" / "dog" / "50.png"
     bad.write_bytes(bad.read_bytes()[:40])
     source, keep = open_data(str(tmp_path / "photos"), holdout=0.01).train, tmp_path / "kept"

@@ -234,11 +234,15 @@ class Shelf:
             log.info("what %s holds is of other weights or settings: it stays, and is not used", folder)
 
     def path(self, span: range) -> Path:
-        """Of a piece: by the names and labels of its images and, as a set may change under its names, one's pixels."""
+        """Of a piece: by the names and labels of its images and, as a set may change under its names, the files' sizes
+        and times; where names are not files, by the first image's pixels."""
         digest = hashlib.sha256(self.source.labels[span.start : span.stop].tobytes())
+        files = True
         for index in span:
-            digest.update(self.source.name(index).encode(errors="surrogatepass") + b"\0")
-        if self.source.groups is None:  # else the image may be far away
+            name = self.source.name(index)
+            digest.update(f"{name}\0{(state := file_state(name))}\0".encode(errors="surrogatepass"))
+            files = files and state != ""
+        if not files and self.source.groups is None:  # else the image may be far away
             try:
                 digest.update(self.source.image(span.start).tobytes())
             except BrokenImage as broken:
@@ -275,6 +279,15 @@ class Shelf:
             raise UserError(f"{path} cannot be written: {brief(error)}") from None
         finally:
             new.unlink(missing_ok=True)
+
+
+def file_state(name: str) -> str:
+    """A file's size and time of change; nothing where the name is not a file's."""
+    try:
+        found = os.stat(name)
+    except (OSError, ValueError):
+        return ""
+    return f"{found.st_size} {found.st_mtime_ns}"
 
 
 def checksum(values: Values) -> str:
