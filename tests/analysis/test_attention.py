@@ -1,6 +1,7 @@
 """Attention weights against what the blocks do and against a computation of their own in float64."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import vitlab
+from vitlab.analysis.attention import each_attention
 from vitlab.config import ResNetConfig, StemConfig, UserError, ViTConfig
 from vitlab.models.vit import Attention
 
@@ -229,3 +231,20 @@ def test_not_for_these() -> None:
         vitlab.attention(resnet, torch.zeros(1, 3, 32, 32))
     with pytest.raises(UserError, match="vitlab model, not Linear"):
         vitlab.attention(nn.Linear(2, 2), torch.zeros(1, 2))
+
+
+@each
+def test_a_layer_at_a_time(name: str, randomise: Fill) -> None:
+    """The same weights, without gradients, and a layer is gone when the next one comes."""
+    model, images = prepared(name, randomise)
+    expected = vitlab.attention(model, images)
+    maps = each_attention(model, images)
+    before: weakref.ref[Tensor] | None = None
+    for layer in expected:
+        found = next(maps)
+        assert torch.equal(found, layer)
+        assert not found.requires_grad
+        assert before is None or before() is None
+        before = weakref.ref(found)
+        del found
+    assert next(maps, None) is None

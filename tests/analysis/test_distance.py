@@ -152,9 +152,9 @@ def test_batches_are_bounded_in_memory() -> None:
     for name, size in (("Ti/16", 224), ("L/16", 384), ("H/14", 518)):
         model = vitlab.models.variants.configure(name, {"image_size": size})
         assert isinstance(model, ViTConfig)
-        each = 4 * model.depth * model.heads * model.length**2
-        assert batch_size(model) == 1 or batch_size(model) * each <= ROOM
-    assert batch_size(config_of((2, 2), attention="axial")) < batch_size(config_of((2, 2)))
+        layer = 4 * model.heads * model.length**2
+        assert batch_size(model) == 1 or 3 * layer * batch_size(model) <= ROOM
+    assert batch_size(model) == 1  # of H/14 one image's layer alone is 120 MB
 
 
 @pytest.mark.parametrize("ties", [False, True])

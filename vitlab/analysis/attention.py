@@ -1,5 +1,7 @@
 """Who looks at whom: the attention weights of every layer and head, whatever kernel the model runs on."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +11,6 @@ from vitlab.models.variants import Model
 from vitlab.models.vit import Attention, ViT, attention_weights
 
 
-@torch.no_grad()
 def attention(model: Model, images: Tensor) -> list[Tensor]:
     """Per layer, the weights (B, H, N, N): row i says how token i shares its attention out.
 
@@ -17,6 +18,12 @@ def attention(model: Model, images: Tensor) -> list[Tensor]:
     the weights computed beside it. Token 0 is the class token where the model has one. An axial block gives two
     entries, rows then columns, dense with zeros where it does not look. Weights are float32 or wider.
     """
+    return list(each_attention(model, images))
+
+
+@torch.no_grad()
+def each_attention(model: Model, images: Tensor) -> Iterator[Tensor]:
+    """The same, a layer at a time: all layers of H/14 at 518 pixels would take 3.8 GB an image."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if isinstance(model, ResNet):
         raise UserError("this model is a ResNet and has no attention")
@@ -24,10 +31,8 @@ def attention(model: Model, images: Tensor) -> list[Tensor]:
         raise UserError(f"attention() takes a vitlab model, not {type(model).__name__}")
     layers = [module for module in model.blocks.modules() if isinstance(module, Attention)]
     inputs = catch_inputs(model, layers, images)
-    maps = [weights(layer, x) for layer, x in zip(layers, inputs, strict=True)]
-    if model.config.attention == "axial":
-        maps = [dense(m, model.config.grid, axis=i % 2) for i, m in enumerate(maps)]
-    return maps
+    grid = model.config.grid if model.config.attention == "axial" else None
+    return (weights(layer, inputs[i], grid, i % 2) for i, layer in enumerate(layers))
 
 
 def catch_inputs(model: ViT, layers: list[Attention], images: Tensor) -> list[Tensor]:
@@ -46,11 +51,14 @@ def catch_inputs(model: ViT, layers: list[Attention], images: Tensor) -> list[Te
     return [caught[layer] for layer in layers]
 
 
-def weights(layer: Attention, x: Tensor) -> Tensor:
+@torch.no_grad()
+def weights(layer: Attention, x: Tensor, grid: Size | None, axis: int) -> Tensor:
+    """A layer's weights from its input; of an axial one, along an axis of the grid."""
     q, k, _, bias = layer.project(x)
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
-        return attention_weights(q.to(wide), k.to(wide), None if bias is None else bias.to(wide))
+        found = attention_weights(q.to(wide), k.to(wide), None if bias is None else bias.to(wide))
+    return found if grid is None else dense(found, grid, axis)
 
 
 def dense(weights: Tensor, grid: Size, axis: int) -> Tensor:

@@ -10,12 +10,13 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from vitlab.analysis.attention import attention
+from vitlab.analysis.attention import each_attention
 from vitlab.config import Size, UserError, ViTConfig
 from vitlab.models.vit import ViT
 
 Doubles = NDArray[np.float64]
 ROOM = 64 * 2**20  # bytes of attention weights held at once
+COPIES = 3  # of a layer's: the scores, the weights, those of the patches
 
 
 def cell_distances(grid: Size, stride: int = 1) -> Doubles:
@@ -47,7 +48,7 @@ def mean_distance(model: ViT, batches: Iterable[Tensor]) -> Doubles:
     total: Doubles | None = None
     count: Doubles | None = None
     for images in batches:
-        per_layer = [query_distances(one, config).cpu().double() for one in attention(model, images)]
+        per_layer = [query_distances(one, config).cpu().double() for one in each_attention(model, images)]
         found = torch.stack(per_layer)  # (L, B, H, hw)
         sums, counts = found.nansum((1, 3)).numpy(), found.isfinite().sum((1, 3)).numpy()  # (L, H)
         total, count = (sums, counts) if total is None or count is None else (total + sums, count + counts)
@@ -58,9 +59,8 @@ def mean_distance(model: ViT, batches: Iterable[Tensor]) -> Doubles:
 
 
 def batch_size(config: ViTConfig) -> int:
-    """Images whose attention in all layers and heads fits into a fixed room; at least one."""
-    layers = config.depth * (2 if config.attention == "axial" else 1)
-    return int(max(1, ROOM // (4 * layers * config.heads * config.length**2)))
+    """Images whose attention in one layer, with what is made of it, fits into a fixed room; at least one."""
+    return int(max(1, ROOM // (COPIES * 4 * config.heads * config.length**2)))
 
 
 # ---- in one number

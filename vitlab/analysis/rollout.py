@@ -3,7 +3,7 @@
 Shapes: B batch, H heads, N tokens, h and w patches down and across.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -13,21 +13,19 @@ from vitlab.models.vit import ViT
 
 
 @torch.no_grad()
-def rollout(maps: Sequence[Tensor]) -> Tensor:
+def rollout(maps: Iterable[Tensor]) -> Tensor:
     """How each token of the last layer is made of the patches: per layer (B, H, N, N) to (B, N, N).
 
     A block adds what its attention gathers to what it was given, so half of each step is the identity:
     (A + I) / 2, A the mean over heads. The product runs through the layers, later ones on the left.
     """
-    if not maps:
-        raise UserError("rollout() needs the attention of at least one layer")
-    eye = torch.eye(maps[0].shape[-1], dtype=maps[0].dtype, device=maps[0].device)
     through: Tensor | None = None
     for one in maps:
-        step = one.mean(1) + eye
+        step = one.mean(1) + torch.eye(one.shape[-1], dtype=one.dtype, device=one.device)
         step = step / step.sum(-1, keepdim=True)
         through = step if through is None else step @ through
-    assert through is not None
+    if through is None:
+        raise UserError("rollout() needs the attention of at least one layer")
     return through
 
 

@@ -3,6 +3,7 @@
 Shapes: h and w the grid of tokens, N = hw of them, D width, L layers, H heads, K classes.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitlab.analysis.attention import attention
+from vitlab.analysis.attention import each_attention
 from vitlab.analysis.rollout import rollout, to_grid
 from vitlab.config import Size, UserError
 from vitlab.models.resnet import ResNet
@@ -43,10 +44,18 @@ def five_steps(model: ViT, image: Tensor) -> Steps:
     caught: dict[nn.Module, Tensor] = {}
     hooks = [part.register_forward_hook(lambda part, _, out: caught.update({part: out})) for part in parts]
     try:
-        maps = attention(model, image[None])  # one pass gives everything
+        maps = each_attention(model, image[None])  # one pass gives everything
     finally:
         for hook in hooks:
             hook.remove()
+    looks: list[Tensor] = []  # (1, H, h, w) of each layer
+
+    def passing() -> Iterator[Tensor]:
+        for one in maps:
+            looks.append(to_grid(model, one))
+            yield one
+
+    through = rollout(passing())
     grid, lead = model.config.grid, int(model.config.token)
     seen = scores(caught[model.embed][0].flatten(1).T)
     tokens, depths = coloured(seen, grid), []
@@ -60,8 +69,8 @@ def five_steps(model: ViT, image: Tensor) -> Steps:
         tokens=tokens,
         positions=np.zeros((*grid, 3), np.float32) if places is None else coloured(places, grid),
         depths=np.stack(depths),
-        attention=array(torch.cat([to_grid(model, one) for one in maps])),
-        rollout=array(to_grid(model, rollout(maps))[0]),
+        attention=array(torch.cat(looks)),
+        rollout=array(to_grid(model, through)[0]),
         logits=array(logits),
     )
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitlab.analysis.attention import attention
+from vitlab.analysis.attention import each_attention
 from vitlab.analysis.rollout import rollout, to_grid
 from vitlab.data.sources import Source
 from vitlab.data.transforms import eval_pixels, normalised
@@ -128,7 +128,7 @@ def worst_mistakes(
 def where(model: ViT, pixels: torch.Tensor, shown: Bytes) -> Bytes:
     """Attention rollout of the picture (3, h, w) in colours over it as it is shown."""
     image = normalised(pixels[None], preprocess_of(model)).to(next(model.parameters()).dtype)
-    grid = to_grid(model, rollout(attention(model, image)))[0].float().cpu().numpy()
+    grid = to_grid(model, rollout(each_attention(model, image)))[0].float().cpu().numpy()
     return (255 * overlay(shown / 255, grid)).round().clip(0, 255).astype(np.uint8)
 
 
