@@ -215,6 +215,18 @@ def test_a_mended_photo_is_computed_again(tmp_path: Path, pieces: Callable[[Path
     assert_array_equal(after, small(model, source).values)
 
 
+def test_a_photo_that_changes_meanwhile_is_computed_again(tmp_path: Path) -> None:
+    """What was read before the change is not kept under the name of what is there after it."""
+    photos(tmp_path / "photos")
+    model, source = tiny(), open_data(str(tmp_path / "photos"), holdout=0.01).train
+    new = Image.new("RGB", (10, 10), (200, 0, 0))
+    hook = model.norm.register_forward_hook(lambda *_: new.save(source.name(3)))  # its batch has been read
+    small(model, source, keep=tmp_path / "kept")  # type: ignore[arg-type]
+    hook.remove()
+    after = small(model, source, keep=tmp_path / "kept").values  # type: ignore[arg-type]
+    assert_array_equal(after, small(model, source).values)  # type: ignore[arg-type]
+
+
 def test_a_broken_image_is_named(tmp_path: Path, pieces: Callable[[Path], list[Path]]) -> None:
     photos(tmp_path / "photos")
     bad = tmp_path / "photos" / "dog" / "50.png"

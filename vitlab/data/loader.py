@@ -18,7 +18,7 @@ from torch import Tensor
 from vitlab.config import Preprocess, Size, UserError
 from vitlab.data.draws import ORDER, SHARDS, Ints, Keys, keys, permutation
 from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, targets
-from vitlab.data.resident import Resident, worth_holding
+from vitlab.data.resident import AT_ONCE, Resident, worth_holding
 from vitlab.data.sources import Source
 from vitlab.data.transforms import Augment, normalised
 from vitlab.data.workers import CHUNK, Broken, Chunk, Cutter, Order, read_chunks
@@ -26,7 +26,6 @@ from vitlab.device import send
 
 log = logging.getLogger("vitlab")
 
-AT_ONCE = 1 << 28  # bytes of pixels, as floats, that an accelerator augments and mixes at a time
 WINDOW = 4  # shards whose images are shuffled among each other
 BROKEN_LIMIT = 0.1  # share of a set that may be broken before training stops
 

@@ -34,7 +34,7 @@ ON_CPU = 1 << 30  # bytes, and
 CPU_SIDE = 96  # pixels: beyond it workers cut faster than matrix products do
 DETAIL = (2.0, 1.5, 1.0)  # stored side over input side, the largest that fits: crops are enlarged parts
 LOOK = 64  # images whose sizes are looked at
-AT_ONCE = 1 << 28  # bytes of float pixels cut at a time
+AT_ONCE = 1 << 28  # bytes of float pixels cut, augmented and mixed at a time
 
 
 def worth_holding(source: Source, size: Size, device: torch.device) -> bool:

@@ -223,6 +223,7 @@ class Shelf:
 
     def __init__(self, folder: Path, model: str, source: Source) -> None:
         self.folder, self.model, self.source = folder, model, source
+        self.paths: dict[range, Path] = {}  # as the images were before they were read
         try:
             folder.mkdir(parents=True, exist_ok=True)  # now, rather than after the first piece's work
             with tempfile.TemporaryFile(dir=folder):
@@ -234,6 +235,11 @@ class Shelf:
             log.info("what %s holds is of other weights or settings: it stays, and is not used", folder)
 
     def path(self, span: range) -> Path:
+        if span not in self.paths:
+            self.paths[span] = self.find_path(span)
+        return self.paths[span]
+
+    def find_path(self, span: range) -> Path:
         """Of a piece: by the names and labels of its images and, as a set may change under its names, the files' sizes
         and times; where names are not files, by the first image's pixels."""
         digest = hashlib.sha256(self.source.labels[span.start : span.stop].tobytes())
