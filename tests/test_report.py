@@ -278,9 +278,9 @@ def test_time_is_the_sum_over_stretches() -> None:
 
 def test_smoothing_is_a_mean_over_neighbours() -> None:
     values = np.random.default_rng(1).normal(size=23)
-    for reach in (0, 1, 4, 30):
-        near = [min(reach, i, 22 - i) for i in range(23)]
-        expected = [values[i - r : i + r + 1].mean() for i, r in enumerate(near)]
+    for reach in (0, 1, 4, 10, 30):
+        near = [max(reach // 4, min(reach, i, 22 - i)) for i in range(23)]
+        expected = [values[max(i - r, 0) : i + r + 1].mean() for i, r in enumerate(near)]
         assert np.allclose(smoothed(values, reach), expected)
 
 

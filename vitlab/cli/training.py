@@ -192,20 +192,21 @@ def recipes(
     if name is not None:
         entry = find(name)
         table = Table(show_header=False, title=f"{name}: {entry.about}")
-        rows = {"command": command(name), "cost": operations(run_flops(entry.recipe)), **settings_of(entry.recipe)}
-        rows |= {"LR searched": entry.searched, "time": entry.time, "accuracy to expect": entry.expect}
+        rows: dict[str, object] = {"command": command(name), "cost": operations(run_flops(entry.recipe))}
+        rows |= {"time": entry.time, "accuracy to expect": entry.expect, "LR searched": entry.searched}
+        rows |= settings_of(entry.recipe)
         for key, value in rows.items():
             if value not in (None, "", ()):
                 table.add_row(key, str(value))
         console.print(table)
         return
     table = Table(box=None, pad_edge=False)
-    for heading in ("recipe", "model", "data", "length", "LR", "decay", "exaFLOPs"):
+    for heading in ("recipe", "model", "data", "length", "LR", "exaFLOPs"):
         table.add_column(heading, no_wrap=True)
     for name, entry in RECIPES.items():
         r = entry.recipe
         cost = f"{run_flops(r) / 1e18:.3g}" if run_flops(r) < 1e21 else f"{run_flops(r) / 1e18:,.0f}"
-        table.add_row(name, r.model, r.data.rpartition("/")[2], length(r), f"{r.lr:g}", r.decay, cost)
+        table.add_row(name, r.model, r.data.rpartition("/")[2], length(r), f"{r.lr:g}", cost)
     console.print(table)
     console.print("The cost is that of the whole run. `vitlab recipes NAME` shows one with all its settings.")
 

@@ -69,8 +69,9 @@ def panel(steps: Ints, title: str) -> "tuple[Figure, Any]":
 
 
 def smoothed(values: Floats, reach: int) -> Floats:
-    """Means over `reach` values to either side; near an end, over as many as there are on its side."""
-    index = np.arange(len(values))
-    reached = np.minimum(reach, np.minimum(index, len(values) - 1 - index))
+    """Means over `reach` values to either side; near an end over fewer, but never so few that the line frays."""
+    index, last = np.arange(len(values)), len(values) - 1
+    reached = np.clip(np.minimum(index, last - index), reach // 4, reach)
+    low, high = np.maximum(index - reached, 0), np.minimum(index + reached, last)
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    return (sums[index + reached + 1] - sums[index - reached]) / (2 * reached + 1)
+    return (sums[high + 1] - sums[low]) / (high - low + 1)
