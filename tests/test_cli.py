@@ -29,6 +29,13 @@ def test_help_answers_at_once() -> None:
     assert min(seconds) < 0.7
 
 
+def test_the_list_of_recipes_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    said = vitlab("recipes").stdout
+    assert "0.0006" in said
+    assert "…" not in said
+
+
 def test_help_does_not_import_torch() -> None:
     code = """
 import sys
