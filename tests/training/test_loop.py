@@ -111,7 +111,7 @@ def test_a_run_from_a_run(tmp_path: Path) -> None:
 
 def test_weights_decide_what_the_model_is(tmp_path: Path) -> None:
     go(tmp_path / "first", steps=4)
-    with pytest.raises(UserError, match="depth=2, not 3"):
+    with pytest.raises(UserError, match="depth=2, not 3; set depth=2"):
         go(tmp_path / "second", weights=str(tmp_path / "first"), depth=3)
 
 

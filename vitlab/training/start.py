@@ -102,7 +102,7 @@ def with_rates(model: Model, recipe: Recipe) -> Model:
     for key, value in given.items():
         if key not in ("dropout", "drop_path") and getattr(model.config, key, value) != value:
             has = getattr(model.config, key)
-            raise UserError(f"{recipe.weights} has {key}={has}, not {value}; leave it out, or start without weights")
+            raise UserError(f"{recipe.weights} has {key}={has}, not {value}; set {key}={has}, or start without weights")
     rates = {key: value for key, value in given.items() if key in ("dropout", "drop_path")}
     if not rates or isinstance(model.config, ResNetConfig):
         return model
