@@ -74,7 +74,7 @@ def test_many_images_are_answered_in_their_order(http: TestClient, run: Path) ->
         assert [c["name"] for c in one["classes"]] == [NAMES[c["index"]] for c in one["classes"]]
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "AVIF"])
 def test_a_body_that_is_an_image(http: TestClient, run: Path, kind: str) -> None:
     data = encoded(photo(3), kind)
     answer = http.post("/v1/predict?top_k=1", content=data, headers={"Content-Type": f"image/{kind.lower()}"})
@@ -83,6 +83,17 @@ def test_a_body_that_is_an_image(http: TestClient, run: Path, kind: str) -> None
     (top,) = answer.json()["images"][0]["classes"]
     assert top["index"] == truth.argmax()
     assert top["probability"] == pytest.approx(truth.max(), abs=1e-5)
+
+
+def test_other_kinds_are_read_by_choice(http: TestClient, run: Path) -> None:
+    for kind in ("BMP", "TIFF", "PPM"):
+        refused = http.post("/v1/predict", content=encoded(photo(3), kind), headers={"Content-Type": "image/x"})
+        assert refused.status_code == 422
+        assert "send JPEG, PNG, WEBP, GIF or AVIF" in refused.json()["error"]
+    with client(run, limits=Limits(formats=("TIFF", "BMP"))) as (chosen, _):
+        for kind, status in (("TIFF", 200), ("BMP", 200), ("PNG", 422)):
+            answer = chosen.post("/v1/predict", content=encoded(photo(3), kind), headers={"Content-Type": "image/x"})
+            assert answer.status_code == status, answer.text
 
 
 def test_a_photo_on_its_side_is_turned(http: TestClient, run: Path) -> None:

@@ -35,9 +35,12 @@ def serve(
     max_bytes: Annotated[str, typer.Option(help="Largest request.")] = "20MB",
     max_pixels: Annotated[str, typer.Option(help="Largest picture.")] = "50M",
     max_images: Annotated[int, typer.Option(min=1, help="Images in a request.")] = 16,
+    formats: Annotated[
+        str, typer.Option(help="Kinds of pictures that are read; also bmp, tiff, jpeg2000, ppm and tga.")
+    ] = "jpeg,png,webp,gif,avif",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request to arrive.")] = 30,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Threads that decode; as many as cores, up to 8.", show_default=False)
+        int | None, typer.Option(min=1, help="Processes that decode; as many as cores, up to 8.", show_default=False)
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
 ) -> None:
@@ -58,6 +61,7 @@ def serve(
         max_bytes=int(number(max_bytes.removesuffix("B"), "--max-bytes")),
         max_pixels=int(number(max_pixels, "--max-pixels")),
         max_images=max_images,
+        formats=read_formats(formats),
         body_seconds=timeout,
         header_seconds=min(10.0, timeout),
     )
@@ -67,10 +71,22 @@ def serve(
         max_batch=max_batch,
         max_wait=max_wait_ms / 1000,
         queue=queue,
-        threads=workers,
+        processes=workers,
         limits=limits,
     )
     open_doors(run, device, host, port, settings)
+
+
+def read_formats(text: str) -> tuple[str, ...]:
+    """Pillow's names for a comma-separated list."""
+    from vitlab.config import listed
+    from vitlab.data.decoder import readers
+
+    names = tuple(word.strip().upper() for word in text.split(","))
+    for name in names:
+        if name not in readers():
+            raise UserError(f"--formats has '{name.lower()}'; there are {listed(r.lower() for r in readers())}")
+    return names
 
 
 def open_doors(run: str, device: str, host: str, port: int, settings: "Settings") -> None:

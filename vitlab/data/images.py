@@ -1,84 +1,90 @@
-"""From a file's bytes to an upright RGB picture, whatever the file holds."""
+"""Pictures from files and bytes that anyone may have made: an upright RGB picture, or BrokenImage in bounded time.
 
-import functools
-from collections.abc import Callable
+Ordinary photos are decoded right here, since what they cost can be read off their headers. Everything else is decoded
+in a process with limits, where a file that goes over its budget is a broken file like any other.
+"""
+
+import os
+import stat
+import threading
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
-from vitlab.config import Size
+from vitlab.data.decoder import Fault, Shrink, Undecodable, unpack
+from vitlab.data.headers import Absurd, read_header
+from vitlab.data.sandbox import Sandbox, Wanted
 
-ORIENTATION = 0x0112  # the EXIF tag; from 5 on the picture lies on its side
+__all__ = ["EXTENSIONS", "BrokenImage", "Shrink", "decode"]
+
 EXTENSIONS = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".jp2"}
     | {".ppm", ".pgm", ".pbm", ".pnm", ".tga"}
 )
-
-# Pillow's names of the kinds above. No other reader sees a file, whatever it is called: some of them start programs.
-READERS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "GIF", "TIFF", "JPEG2000", "PPM", "TGA")
-
-Shrink = Callable[[Size], float]  # how many times smaller a picture of this size (height, width) may come
-
-
-@functools.cache
-def readers() -> tuple[str, ...]:
-    """Those that this Pillow was built with."""
-    Image.init()
-    return tuple(name for name in READERS if name in Image.OPEN)
+LARGEST = 256 << 20  # bytes of a file
+PLAIN_PIXELS = 32_000_000  # beyond it a picture goes to the process with limits,
+PLAIN_WORK = 1_000_000_000  # as it does beyond so many pixels times passes: about a second
 
 
 class BrokenImage(Exception):
     """An image that cannot be decoded: which, and why."""
 
-    def __init__(self, name: str, why: str) -> None:
+    def __init__(self, name: str, why: str, fault: Fault = "broken") -> None:
         super().__init__(f"{name}: {why}")
-        self.name, self.why = name, why
+        self.name, self.why, self.fault = name, why, fault
 
 
-def decode(file: str | Path | BinaryIO, name: str, shrink: Shrink | None = None) -> Image.Image:
-    """The picture, turned as its EXIF says, in RGB; where `shrink` allows, a JPEG is decoded at a fraction of its size.
+def decode(file: str | Path | BinaryIO | bytes, name: str, shrink: Shrink | None = None) -> Image.Image:
+    """The picture in a file, turned as its EXIF says, in RGB.
 
-    Transparent pixels show white behind them; of an animation the first frame is taken.
+    `shrink` says how many times smaller it may come: a JPEG is then decoded at a fraction of its size.
     """
     try:
-        image: Image.Image = Image.open(file, formats=readers())
-        if shrink is not None and image.format == "JPEG":
-            _draft(image, shrink)
-        ImageOps.exif_transpose(image, in_place=True)
-        return to_rgb(image)
-    except Exception as error:  # decoders raise nearly anything on broken bytes
-        why = "it is not an image of a known kind" if isinstance(error, UnidentifiedImageError) else str(error)
-        raise BrokenImage(name, why or type(error).__name__) from None
+        data = file if isinstance(file, bytes) else read(file)
+        if is_plain(data):
+            return unpack(data, shrink)
+        return sandbox().decode(data, Wanted(), shrink)
+    except Undecodable as bad:
+        raise BrokenImage(name, bad.why, bad.fault) from None
+    except MemoryError:
+        raise BrokenImage(name, "there is not enough memory to decode it") from None
 
 
-def _draft(image: Image.Image, shrink: Shrink) -> None:
-    width, height = image.size
-    size = (width, height) if image.getexif().get(ORIENTATION, 1) >= 5 else (height, width)
-    factor = shrink(size)
-    if factor >= 2:  # the decoder knows halves, quarters and eighths, and never goes below what is asked for
-        image.draft(None, (max(1, int(width / factor)), max(1, int(height / factor))))
+def is_plain(data: bytes | bytearray) -> bool:
+    """Whether what a file costs is known, and small."""
+    try:
+        header = read_header(data)
+    except Absurd as absurd:
+        raise Undecodable("broken", str(absurd)) from None
+    return header is not None and header.pixels <= PLAIN_PIXELS and header.work <= PLAIN_WORK
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "RGB" and "transparency" not in image.info:
-        image.load()
-        return image
-    if image.mode.startswith(("I", "F")):
-        image = eight_bits(image)
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")
+def read(file: str | Path | BinaryIO) -> bytes:
+    """The bytes of a regular file, or of an open one; a FIFO or device would be waited for without end."""
+    if not isinstance(file, str | Path):
+        return file.read()
+    try:
+        handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        with open(handle, "rb") as opened:
+            about = os.fstat(handle)
+            if not stat.S_ISREG(about.st_mode):
+                raise Undecodable("broken", "it is not a regular file")
+            if about.st_size > LARGEST:
+                raise Undecodable("large", f"it is larger than {LARGEST >> 20} MB")
+            return opened.read(LARGEST)
+    except (OSError, ValueError) as error:  # a path may hold a zero byte
+        raise Undecodable("broken", getattr(error, "strerror", None) or str(error)) from None
 
 
-def eight_bits(image: Image.Image) -> Image.Image:
-    """Greys of 16 bits, of 32-bit integers and of floats as 8 bits."""
-    grey = np.asarray(image).astype(np.float64)
-    peak = grey.max(initial=0.0)
-    if image.mode.startswith("I;16") or peak > 255:
-        top = 65535.0
-    else:
-        top = 1.0 if image.mode == "F" and peak <= 1 else 255.0
-    return Image.fromarray((grey.clip(0, top) * (255 / top)).round().astype(np.uint8))
+# ---- one process with limits for each thread that needs one
+
+_own = threading.local()
+
+
+def sandbox() -> Sandbox:
+    """This thread's; a forked process must not use its parent's."""
+    if getattr(_own, "pid", None) != os.getpid():
+        _own.pid, _own.box = os.getpid(), Sandbox()
+    box: Sandbox = _own.box
+    return box

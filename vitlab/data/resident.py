@@ -20,10 +20,11 @@ from torch.utils.data import Dataset
 
 from vitlab.config import Interpolation, Preprocess, Size, UserError
 from vitlab.data.draws import Floats, Ints, Keys
+from vitlab.data.framing import FILTERS
 from vitlab.data.images import BrokenImage
 from vitlab.data.randaugment import randaugment
 from vitlab.data.sources import Source
-from vitlab.data.transforms import FILTERS, Augment, boxes, flips, to_pixels
+from vitlab.data.transforms import Augment, boxes, flips, to_pixels
 from vitlab.data.workers import CHUNK, Broken, Chunk, Order, read_chunks
 from vitlab.device import send
 

@@ -16,17 +16,12 @@ from torch import Tensor
 
 from vitlab.config import Preprocess, Size, UserError, check_rate, check_types
 from vitlab.data.draws import CROP, FLIP, Floats, Keys, uniforms
+from vitlab.data.framing import FILTERS, frame
 from vitlab.data.images import Shrink
 from vitlab.device import send
 
 Crop = Literal["inception", "resize", "none"]
 
-FILTERS = {
-    "nearest": Image.Resampling.NEAREST,
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-}
 ASPECT = (3 / 4, 4 / 3)  # width to height of an inception crop
 TRIES = 10  # aspects tried before the whole picture is taken
 GAP = 2.0  # a picture may first be shrunk cheaply to this many times the size it ends at
@@ -63,18 +58,8 @@ def eval_image(image: Image.Image, size: Size, preprocess: Preprocess) -> Tensor
 
 
 def eval_pixels(image: Image.Image, size: Size, preprocess: Preprocess) -> Tensor:
-    """Scale to cover `size / crop`, cut the centre; or stretch. (3, h, w), uint8."""
-    height, width = size
-    kind = FILTERS[preprocess.interpolation]
-    if preprocess.fit == "stretch":
-        return to_pixels(image.resize((width, height), kind))
-    least_h, least_w = int(height / preprocess.crop), int(width / preprocess.crop)
-    if image.width * least_h <= image.height * least_w:  # the width is what has to stretch most
-        scaled = least_w, max(least_h, int(least_w * image.height / image.width))
-    else:
-        scaled = max(least_w, int(least_h * image.width / image.height)), least_h
-    left, top = round((scaled[0] - width) / 2), round((scaled[1] - height) / 2)
-    return to_pixels(image.resize(scaled, kind).crop((left, top, left + width, top + height)))
+    """One picture framed for evaluation, (3, h, w), uint8."""
+    return to_pixels(frame(image, size, preprocess))
 
 
 def to_pixels(image: Image.Image) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from vitlab.config import Preprocess, Size, UserError
 from vitlab.data.images import BrokenImage
 from vitlab.data.sources import Source, open_data
-from vitlab.predict.classifier import framed
+from vitlab.data.transforms import eval_pixels
 from vitlab.predict.inputs import find
 
 GENERATED = 64
@@ -53,7 +53,7 @@ class Pictures:
             disable=not console.is_terminal or len(self) <= GENERATED,
         ):
             try:
-                found.append(framed(self.shelf.image(index), size, preprocess))
+                found.append(eval_pixels(self.shelf.image(index), size, preprocess))
             except BrokenImage as bad:
                 why = str(bad)
         if not found:

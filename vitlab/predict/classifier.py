@@ -9,13 +9,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitlab.config import Preprocess, Size, UserError
+from vitlab.config import Preprocess, UserError
 from vitlab.data.transforms import eval_pixels, normalised
 from vitlab.device import has_bf16, pick_device
 from vitlab.models.variants import Model
 from vitlab.weights import labels_of, load, preprocess_of
-
-LONGEST = 50  # a picture this many times longer than wide is cut first: scaling all of it could fill the memory
 
 
 class Classifier:
@@ -45,7 +43,7 @@ class Classifier:
 
     def pixels(self, image: Image.Image) -> Tensor:
         """An upright RGB picture as the model's bytes, (3, h, w), framed as in evaluation."""
-        return framed(image, self.model.config.image_size, self.preprocess)
+        return eval_pixels(image, self.model.config.image_size, self.preprocess)
 
     @torch.inference_mode()
     def logits(self, pixels: Tensor) -> Tensor:
@@ -57,14 +55,3 @@ class Classifier:
     def probabilities(self, pixels: Tensor) -> Tensor:
         """(b, 3, h, w) bytes to (b, K) probabilities; each row sums to one."""
         return self.logits(pixels).softmax(-1)
-
-
-def framed(image: Image.Image, size: Size, preprocess: Preprocess) -> Tensor:
-    """Evaluation's framing, (3, h, w), uint8; of an extremely long picture the middle is taken first."""
-    width, height = image.size
-    longest = LONGEST * min(width, height)
-    if max(width, height) > longest and preprocess.fit == "crop":
-        across, down = min(width, longest), min(height, longest)
-        left, top = (width - across) // 2, (height - down) // 2
-        image = image.crop((left, top, left + across, top + down))
-    return eval_pixels(image, size, preprocess)

@@ -14,8 +14,9 @@ from torch.utils.data import Dataset
 
 from vitlab.config import Preprocess, Size
 from vitlab.data.images import BrokenImage
+from vitlab.data.transforms import eval_pixels
 from vitlab.data.workers import CHUNK, Broken, Chunk, Order, read_chunks
-from vitlab.predict.classifier import Classifier, framed
+from vitlab.predict.classifier import Classifier
 from vitlab.predict.inputs import Inputs
 
 AHEAD = 4  # chunks that each worker keeps ready
@@ -52,7 +53,7 @@ class Framer(Dataset[Chunk]):
         broken = []
         for place, (index, _) in enumerate(order):
             try:
-                pixels[place] = framed(self.inputs.image(index), self.size, self.preprocess)
+                pixels[place] = eval_pixels(self.inputs.image(index), self.size, self.preprocess)
             except BrokenImage as bad:
                 broken.append((index, bad.name, bad.why))
         return Chunk(pixels, torch.tensor([index for index, _ in order]), tuple(broken))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from vitlab.config import UserError, check_positive
 
 RETRY = {"Retry-After": "1"}
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "AVIF")  # others by choice: their headers say little of what they cost
 
 
 class Refused(Exception):
@@ -24,12 +25,23 @@ class Limits:
     max_bytes: int = 20_000_000  # of a request's body
     max_pixels: int = 50_000_000  # of a picture
     max_images: int = 16  # of a request
+    formats: tuple[str, ...] = FORMATS
+    decode_seconds: int = 5  # of a core, for a picture; three times that with waiting
     body_seconds: float = 30.0  # for a body to arrive; a third of it without a byte is too long as well
     header_seconds: float = 10.0
     connections: int = 512
 
     def __post_init__(self) -> None:
-        check_positive(self, "max_bytes", "max_pixels", "max_images", "body_seconds", "header_seconds", "connections")
+        check_positive(
+            self,
+            "decode_seconds",
+            "max_bytes",
+            "max_pixels",
+            "max_images",
+            "body_seconds",
+            "header_seconds",
+            "connections",
+        )
 
     @property
     def idle_seconds(self) -> float:

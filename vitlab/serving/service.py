@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from vitlab.predict import Classifier
 from vitlab.serving.batcher import Batcher, Closed, Full
+from vitlab.serving.decoding import Decoders
 from vitlab.serving.explain import describe, look
 from vitlab.serving.limits import RETRY, Ledger, Limits, Refused, check_queue
 from vitlab.serving.metrics import Metrics
-from vitlab.serving.pictures import Decoders
 from vitlab.serving.uploads import Gone, receiving
 
 Result = TypeVar("Result")
@@ -34,7 +34,7 @@ class Settings:
     max_batch: int | None = None  # 64, and 16 on a CPU, where larger ones make everybody wait and nothing faster
     max_wait: float = 0.005  # seconds
     queue: int = 256
-    threads: int | None = None  # that decode; as many as cores, up to 8
+    processes: int | None = None  # that decode; as many as cores, up to 8
     limits: Limits = dataclasses.field(default_factory=Limits)
 
 
@@ -46,7 +46,8 @@ class Service:
         self.classifier, self.settings, self.limits = classifier, settings, settings.limits
         self.metrics = Metrics()
         self.ledger = Ledger(self.limits.held_bytes)
-        self.decoders = Decoders(classifier.pixels, self.limits, settings.threads or min(8, os.cpu_count() or 1))
+        processes = settings.processes or min(8, os.cpu_count() or 1)
+        self.decoders = Decoders(classifier.model.config.image_size, classifier.preprocess, self.limits, processes)
         self.batcher: Batcher[Tensor, Tensor] = Batcher(
             self._run,
             max_batch=settings.max_batch or (16 if classifier.device.type == "cpu" else 64),
@@ -63,6 +64,7 @@ class Service:
 
     async def warm(self) -> None:
         """One answer of each kind, so that the first client does not pay for what torch sets up."""
+        await asyncio.to_thread(self.decoders.start)
         blank = torch.zeros(3, *self.classifier.model.config.image_size, dtype=torch.uint8)
         await asyncio.wrap_future(self.batcher.submit(blank))
         await asyncio.wrap_future(self.batcher.call(lambda: look(self.classifier, blank)))
@@ -70,7 +72,7 @@ class Service:
     async def predict(self, request: Request) -> list[tuple[str, Tensor]]:
         """Every image's name and probabilities."""
         names, futures = await self._enqueue(request)
-        rows = await unless_gone(request, futures)
+        rows = await answers(request, futures)
         return list(zip(names, rows, strict=True))
 
     async def _enqueue(self, request: Request) -> "tuple[list[str], list[Future[Tensor]]]":
@@ -78,7 +80,7 @@ class Service:
         self.check_room()
         async with receiving(request, self.limits, self.ledger) as uploads:
             with refusals(), self.batcher.reserve(len(uploads)) as seats:
-                futures = seats.submit(await self.decoders.pixels(uploads))
+                futures = seats.submit(await unless_gone(request, self.decoders.pixels(uploads)))
             return [upload.name for upload in uploads], futures
 
     async def explain(self, request: Request) -> tuple[str, Tensor, dict[str, Any]]:
@@ -86,7 +88,7 @@ class Service:
         name, pixels = await self._one(request)
         with refusals():
             future = self.batcher.call(lambda: look(self.classifier, pixels))
-        ((row, steps),) = await unless_gone(request, [future])
+        ((row, steps),) = await answers(request, [future])
         return name, row, await asyncio.to_thread(describe, pixels, steps)
 
     async def _one(self, request: Request) -> tuple[str, Tensor]:
@@ -95,7 +97,8 @@ class Service:
             if len(uploads) > 1:
                 sentence = f"one image is explained at a time, not {len(uploads)}; /v1/predict takes many"
                 raise Refused(422, sentence)
-            return uploads[0].name, (await self.decoders.pixels(uploads))[0]
+            (pixels,) = await unless_gone(request, self.decoders.pixels(uploads))
+            return uploads[0].name, pixels
 
     def check_room(self) -> None:
         """A busy or stopping server says so before it reads a body."""
@@ -133,19 +136,31 @@ def refusals() -> Iterator[None]:
         raise Refused(503, "the server is stopping", RETRY) from None
 
 
-async def unless_gone(request: Request, futures: "Sequence[Future[Result]]") -> list[Result]:
+async def answers(request: Request, futures: "Sequence[Future[Result]]") -> list[Result]:
     """The futures' results; if the client goes away first, they are cancelled and cost nothing more."""
-    work = asyncio.gather(*map(asyncio.wrap_future, futures))
-    gone = asyncio.ensure_future(disconnected(request))
-    gone.add_done_callback(lambda _: work.cancel())
+
+    async def gathered() -> list[Result]:
+        return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
+
     try:
-        return list(await work)
+        return await unless_gone(request, gathered())
+    except (Gone, Refused):
+        raise
+    except Exception:  # the batcher has logged it, once for all of its batch
+        raise Refused(500, "the model failed on this batch; the server's log says why") from None
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of some work, which is cancelled if the client goes away first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(disconnected(request))
+    gone.add_done_callback(lambda _: task.cancel())
+    try:
+        return await task
     except asyncio.CancelledError:
         if gone.done() and not gone.cancelled():
             raise Gone from None
         raise
-    except Exception:  # told to the log by the batcher, once for all of its batch
-        raise Refused(500, "the model failed on this batch; the server's log says why") from None
     finally:
         gone.cancel()
 

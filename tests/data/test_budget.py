@@ -1,0 +1,257 @@
+"""No file takes more time or memory than its budget, and none stops the next one."""
+
+import io
+import os
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chaos import bombs
+from pictures import encoded, picture
+from PIL import Image
+
+from vitlab.config import Preprocess
+from vitlab.data.av1 import largest_frame
+from vitlab.data.decoder import Undecodable, unpack
+from vitlab.data.headers import Absurd, Header, read_header
+from vitlab.data.images import BrokenImage, decode, is_plain, sandbox
+from vitlab.data.sandbox import Budget, Sandbox, Wanted
+from vitlab.data.transforms import eval_pixels
+
+
+def wide(width: int, height: int, kind: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    picture(1, height, width).save(file, kind, **options)
+    return file.getvalue()
+
+
+# ---- headers
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("JPEG", {}),
+        ("JPEG", {"progressive": True}),
+        ("PNG", {}),
+        ("WEBP", {}),
+        ("WEBP", {"lossless": True}),
+        ("WEBP", {"exif": b"Exif\0\0II*\0\x08\0\0\0\0\0"}),  # the extended layout
+    ],
+)
+def test_ordinary_photos_are_known_by_their_headers(kind: str, options: dict[str, object]) -> None:
+    data = wide(333, 77, kind, **options)
+    header = read_header(data)
+    assert header is not None
+    assert (header.width, header.height) == (333, 77)
+    assert is_plain(data)
+    assert 1 <= header.passes <= 20
+
+
+@pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "PPM", "TGA", "AVIF", "JPEG2000"])
+def test_other_kinds_say_little_of_their_cost(kind: str) -> None:
+    assert read_header(wide(40, 30, kind)) is None
+
+
+def test_animations_are_not_plain() -> None:
+    frames = [picture(i) for i in range(3)]
+    for kind in ("PNG", "WEBP"):
+        file = io.BytesIO()
+        frames[0].save(file, kind, save_all=True, append_images=frames[1:])
+        assert read_header(file.getvalue()) is None
+        assert decode(file.getvalue(), "x").size == (24, 20)
+
+
+def test_a_large_claim_is_not_plain() -> None:
+    data = bytearray(wide(40, 30, "PNG"))
+    data[16:24] = (10_000).to_bytes(4, "big") * 2
+    assert read_header(data) == Header(10_000, 10_000)
+    assert not is_plain(data)
+
+
+@pytest.mark.parametrize("size", [(333, 222), (1, 1), (1000, 17)])
+def test_the_frame_inside_an_avif(size: tuple[int, int]) -> None:
+    assert largest_frame(wide(*size, "AVIF")) == size
+    assert largest_frame(bombs.inner_frame()) == (16_000, 16_000)
+
+
+def test_truncated_headers_raise_nothing_new() -> None:
+    for kind in ("JPEG", "PNG", "WEBP", "AVIF", "GIF"):
+        data = wide(40, 30, kind)
+        for end in range(len(data)):
+            read_header(data[:end])
+            largest_frame(data[:end])
+
+
+# ---- bombs
+
+
+def test_a_jpeg_of_many_scans() -> None:
+    began = time.monotonic()
+    with pytest.raises(BrokenImage, match="scans"):
+        decode(bombs.scans(), "bomb")
+    assert time.monotonic() - began < 2
+
+
+def test_a_png_of_a_million_chunks() -> None:
+    began = time.monotonic()
+    with pytest.raises(BrokenImage, match="tiny chunks"):
+        decode(bombs.chunks(), "bomb")
+    assert time.monotonic() - began < 2
+
+
+def test_time_is_limited_and_the_next_picture_is_read() -> None:
+    box, good = Sandbox(Budget(cpu=1, wall=15)), encoded(picture(3))
+    with pytest.raises(Undecodable, match=r"more than 1 s of a core|longer than 15 s"):
+        box.decode(bombs.scans(), Wanted())
+    assert np.array_equal(box.decode(good, Wanted()), picture(3))
+    box.budget = Budget(wall=0.5)
+    with pytest.raises(Undecodable, match=r"longer than 0\.5 s"):
+        box.decode(bombs.odd_maxval(), Wanted())
+    box.budget = Budget()
+    assert np.array_equal(box.decode(good, Wanted()), picture(3))
+    box.kill(close=True)
+
+
+@pytest.mark.parametrize("bomb", ["tile", "inner_frame"])
+def test_memory_is_limited_and_the_next_picture_is_read(bomb: str) -> None:
+    """Two gigabytes for a tile, hundreds of megabytes for a frame; the limit here is lower than either."""
+    box = Sandbox(Budget(memory=200_000_000))
+    with pytest.raises(Undecodable):
+        box.decode(getattr(bombs, bomb)(), Wanted())
+    assert np.array_equal(box.decode(encoded(picture(3)), Wanted()), picture(3))
+    assert box.process is not None
+    status = Path(f"/proc/{box.process.pid}/status").read_text()
+    assert int(status.split("VmHWM:")[1].split()[0]) < 300_000  # kB, at its peak
+    box.kill(close=True)
+
+
+def test_more_pixels_than_allowed() -> None:
+    box = Sandbox()
+    for data in (bombs.inner_frame(), wide(100, 101, "PNG")):
+        with pytest.raises(Undecodable, match="pixels") as refused:
+            box.decode(data, Wanted(most_pixels=10_000))
+        assert refused.value.fault == "large"
+    assert box.decode(wide(100, 100, "PNG"), Wanted(most_pixels=10_000)).size == (100, 100)
+    box.kill(close=True)
+
+
+# ---- the process
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "GIF", "WEBP"])
+def test_the_process_gives_the_same_pixels(kind: str) -> None:
+    data = wide(61, 47, kind)
+    assert np.array_equal(sandbox().decode(data, Wanted()), unpack(data))
+
+
+def test_large_pictures_come_in_bands() -> None:
+    image = Image.effect_noise((1500, 2001), 90).convert("RGB")
+    file = io.BytesIO()
+    image.save(file, "BMP")
+    assert np.array_equal(decode(file.getvalue(), "x"), image)
+
+
+def test_framing_in_the_process_is_evaluation() -> None:
+    data, preprocess = wide(61, 47, "PNG"), Preprocess(crop=0.9, interpolation="bicubic")
+    found = sandbox().decode(data, Wanted(size=(32, 24), preprocess=preprocess))
+    assert np.array_equal(np.asarray(found).transpose(2, 0, 1), eval_pixels(unpack(data), (32, 24), preprocess))
+
+
+def test_jpegs_shrink_in_the_process_too() -> None:
+    data, asked = wide(400, 300, "JPEG"), []
+
+    def shrink(size: tuple[int, int]) -> float:
+        asked.append(size)
+        return 4.0
+
+    assert sandbox().decode(data, Wanted(), shrink).size == (100, 75)
+    assert asked == [(300, 400)]
+
+
+def test_a_process_that_was_killed_is_replaced() -> None:
+    box, good = Sandbox(), encoded(picture(3))
+    box.decode(good, Wanted())
+    assert box.process is not None
+    os.kill(box.process.pid, signal.SIGKILL)
+    assert np.array_equal(box.decode(good, Wanted()), picture(3))
+    box.kill(close=True)
+
+
+def test_killing_ends_the_work_at_once() -> None:
+    box, faults = Sandbox(), []
+
+    def work() -> None:
+        try:
+            box.decode(bombs.scans(), Wanted())
+        except Undecodable as bad:
+            faults.append(bad.why)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    time.sleep(0.8)
+    began = time.monotonic()
+    box.kill()
+    thread.join(10)
+    assert time.monotonic() - began < 2
+    assert faults == ["decoding it was stopped"]
+
+
+def test_a_long_thin_picture_is_not_blown_up() -> None:
+    """Scaling all of 1 x 60,000 pixels to cover 224 x 224 would take 10 GB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for size in ((1, 60_000), (60_000, 1)):
+        assert eval_pixels(Image.new("RGB", size), (224, 224), Preprocess()).shape == (3, 224, 224)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
+
+
+# ---- files
+
+
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jpg")
+    for path in (tmp_path / "a.jpg", Path("/dev/zero"), tmp_path):
+        began = time.monotonic()
+        with pytest.raises(BrokenImage, match=r"regular file|directory"):
+            decode(path, str(path))
+        assert time.monotonic() - began < 1
+    with pytest.raises(BrokenImage, match="No such file"):
+        decode(tmp_path / "b.jpg", "b.jpg")
+
+
+def test_a_file_of_gigabytes(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    with path.open("wb") as file:
+        file.truncate(3 << 30)  # takes no room on the disk
+    with pytest.raises(BrokenImage, match="larger than 256 MB"):
+        decode(path, "a.png")
+
+
+# ---- EXIF
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_exif_that_cannot_be_read_is_ignored() -> None:
+    """Mutations of a real block, which a camera's bug or an editor could have made: the photo is a photo."""
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F], exif[0x9003] = 6, "maker", "2026:01:01 00:00:00"
+    exif.get_ifd(0x8769)[0x9286] = b"comment"
+    block = bytearray(b"Exif\0\0" + exif.tobytes()[6:] if exif.tobytes().startswith(b"Exif") else exif.tobytes())
+    rng = np.random.default_rng(0)
+    for _ in range(1500):
+        odd = bytearray(block)
+        for _ in range(int(rng.integers(1, 12))):
+            odd[int(rng.integers(6, len(odd)))] = int(rng.integers(0, 256))
+        for kind in ("JPEG", "PNG", "WEBP"):
+            assert decode(wide(24, 20, kind, exif=bytes(odd)), "photo").size in ((24, 20), (20, 24))
+
+
+def test_both_ways_in_refuse_what_is_absurd() -> None:
+    with pytest.raises(Absurd):
+        read_header(bombs.scans(64, 600))
+    with pytest.raises(BrokenImage):
+        decode(bombs.scans(64, 600), "x")

@@ -1,0 +1,276 @@
+"""A decoder in a process of its own, with a budget of time and memory for each picture.
+
+Nothing but a limit enforced by the system holds a decoder back: a small file can ask it for minutes or gigabytes. The
+process imports Pillow and little else, answers one request after another over a socket, and is killed and replaced
+when one of them goes over its budget.
+
+A request is a JSON header and the file's bytes; an answer is a JSON header and, if all went well, the pixels in bands
+of some rows, so that neither side holds a large picture twice.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image
+
+from vitlab.config import Preprocess, Size, UserError, check_types, from_json, to_json
+from vitlab.data.decoder import Shrink, Undecodable, unpack
+from vitlab.data.framing import frame
+
+LENGTH = struct.Struct("<I")
+LARGEST_HEADER = 1 << 20
+BAND = 1 << 20  # pixels that are sent at a time
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one picture may take."""
+
+    cpu: int = 10  # seconds of a core
+    wall: float = 18.0  # seconds, waiting for a core included
+    memory: int = 900_000_000  # bytes, beyond the few that the process has before it begins
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What becomes of the bytes: which kinds are read, how many pixels are too many, and how the picture is framed."""
+
+    formats: tuple[str, ...] | None = None
+    most_pixels: int | None = None
+    size: Size | None = None  # None: not framed
+    preprocess: Preprocess = field(default_factory=Preprocess)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+class Sandbox:
+    """The caller's side. One request at a time; `kill` may come from any thread."""
+
+    def __init__(self, budget: Budget | None = None, *, nice: int = 0) -> None:
+        self.budget, self.nice = budget or Budget(), nice
+        self.process: subprocess.Popen[bytes] | None = None
+        self.wire: socket.socket | None = None
+        self.lock = threading.Lock()  # of starting and killing
+        self.closed = False
+
+    def decode(self, data: bytes | bytearray, wanted: Wanted, shrink: Shrink | None = None) -> Image.Image:
+        """The upright RGB picture; Undecodable where there is none, or none within the budget."""
+        deadline = time.monotonic() + self.budget.wall
+        for last in (False, True):
+            try:
+                return self._ask(data, wanted, shrink, deadline)
+            except TimeoutError:
+                self.kill()
+                raise Undecodable("broken", f"it took longer than {self.budget.wall:g} s to decode") from None
+            except (OSError, EOFError):
+                code = self._exit_code()
+                if last or code not in (
+                    -signal.SIGKILL,
+                    -signal.SIGTERM,
+                ):  # ended from outside: not the picture's fault
+                    raise Undecodable("broken", self._reason(code)) from None
+        raise AssertionError("unreachable")
+
+    def _ask(self, data: bytes | bytearray, wanted: Wanted, shrink: Shrink | None, deadline: float) -> Image.Image:
+        wire = self.start()
+        send(wire, {**to_json(wanted), "bytes": len(data), "shrink": shrink is not None}, data, deadline)
+        answer = receive_header(wire, deadline)
+        if "ask" in answer and shrink is not None:  # the picture's size; only the caller knows what it needs of it
+            send(wire, {"factor": float(shrink(tuple(answer["ask"])))}, b"", deadline)
+            answer = receive_header(wire, deadline)
+        if "fault" in answer:
+            raise Undecodable(answer["fault"], answer["why"])
+        return assemble(wire, (answer["width"], answer["height"]), deadline)
+
+    def start(self) -> socket.socket:
+        with self.lock:
+            if self.closed:
+                raise EOFError
+            if self.wire is None or self.process is None or self.process.poll() is not None:
+                self._drop()
+                ours, theirs = socket.socketpair()
+                self.process = launch(theirs, self.budget, self.nice)
+                theirs.close()
+                self.wire = ours
+            return self.wire
+
+    def kill(self, *, close: bool = False) -> None:
+        """End the process, and the request it is busy with; with `close` no other one takes its place."""
+        with self.lock:
+            self.closed = self.closed or close
+            self._drop()
+
+    def _drop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        if self.wire is not None:
+            with contextlib.suppress(OSError):
+                self.wire.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for the answer
+            self.wire.close()
+        self.process = self.wire = None
+
+    def _exit_code(self) -> int | None:
+        """Of the process that is gone; None where `kill` ended it."""
+        with self.lock:
+            code = None
+            if self.process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = self.process.wait(1)
+            self._drop()
+        return code
+
+    def _reason(self, code: int | None) -> str:
+        if code is None:
+            return "decoding it was stopped"
+        if code == -signal.SIGXCPU:
+            return f"it took more than {self.budget.cpu} s of a core to decode"
+        if code == 1:  # Python had no memory left even for an answer
+            return too_much_memory(self.budget.memory)
+        return f"its decoder crashed ({code})"
+
+    def __del__(self) -> None:
+        if getattr(self, "process", None) is not None:
+            self.kill()
+
+
+def too_much_memory(memory: int) -> str:
+    return f"it needs more than {memory / 1e9:.1f} GB to decode"
+
+
+def launch(theirs: socket.socket, budget: Budget, nice: int) -> "subprocess.Popen[bytes]":
+    """A fresh interpreter that finds its modules where this one does, and nothing in the current folder (-P)."""
+    places = [place for place in sys.path if place]
+    code = f"import sys; sys.path[:] = {places!r}; from vitlab.data.sandbox import serve; serve({theirs.fileno()}"
+    words = [sys.executable, "-P", "-c", f"{code}, {budget.cpu}, {budget.memory}, {nice})"]
+    quiet = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # each thread of a library reserves address space
+    try:
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | quiet,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # a Ctrl-C in the terminal is its owner's to act on
+        )
+    except OSError as error:
+        raise UserError(f"no process to decode images in could be started: {error.strerror or error}") from None
+
+
+# ---- messages
+
+
+def send(wire: socket.socket, header: dict[str, Any], data: bytes | bytearray, deadline: float | None) -> None:
+    wire.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
+    text = json.dumps(header).encode()
+    wire.sendall(LENGTH.pack(len(text)) + text)
+    wire.sendall(data)
+
+
+def receive_header(wire: socket.socket, deadline: float | None) -> dict[str, Any]:
+    (length,) = LENGTH.unpack(receive(wire, LENGTH.size, deadline))
+    if length > LARGEST_HEADER:
+        raise EOFError
+    return dict(json.loads(receive(wire, length, deadline)))
+
+
+def receive(wire: socket.socket, length: int, deadline: float | None) -> bytearray:
+    data = bytearray(length)
+    view, at = memoryview(data), 0
+    while at < length:
+        wire.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
+        count = wire.recv_into(view[at:])
+        if not count:
+            raise EOFError
+        at += count
+    return data
+
+
+def bands(size: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """The rows of a picture of (width, height), some at a time."""
+    step = max(1, BAND // size[0])
+    return ((top, min(top + step, size[1])) for top in range(0, size[1], step))
+
+
+def assemble(wire: socket.socket, size: tuple[int, int], deadline: float) -> Image.Image:
+    image = Image.new("RGB", size)
+    for top, bottom in bands(size):
+        pixels = receive(wire, 3 * size[0] * (bottom - top), deadline)
+        image.paste(Image.frombytes("RGB", (size[0], bottom - top), bytes(pixels)), (0, top))
+    return image
+
+
+# ---- in the process
+
+
+def serve(file: int, cpu: int, memory: int, nice: int) -> None:
+    """Answer requests until the caller hangs up."""
+    wire = socket.socket(fileno=file)
+    Image.MAX_IMAGE_PIXELS = None  # the limits here are stricter
+    Image.init()
+    os.nice(nice)
+    limit_memory(memory)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            header = receive_header(wire, None)
+            data = receive(wire, header["bytes"], None)
+            limit_time(cpu)
+            answer(wire, header, data, memory)
+
+
+def answer(wire: socket.socket, header: dict[str, Any], data: bytearray, memory: int) -> None:
+    wanted = from_json(Wanted, {key: header[key] for key in ("formats", "most_pixels", "size", "preprocess")})
+
+    def ask(size: Size) -> float:
+        send(wire, {"ask": size}, b"", None)
+        return float(receive_header(wire, None)["factor"])
+
+    try:
+        image = unpack(data, ask if header["shrink"] else None, wanted.formats, wanted.most_pixels)
+        if wanted.size is not None:
+            image = frame(image, wanted.size, wanted.preprocess)
+    except Undecodable as bad:
+        send(wire, {"fault": bad.fault, "why": bad.why}, b"", None)
+        return
+    except MemoryError:
+        send(wire, {"fault": "broken", "why": too_much_memory(memory)}, b"", None)
+        return
+    send(wire, {"width": image.width, "height": image.height}, b"", None)
+    for top, bottom in bands(image.size):
+        wire.sendall(image.crop((0, top, image.width, bottom)).tobytes())
+
+
+def limit_memory(memory: int) -> None:
+    """Address space, as far as the system has such a limit; and no files at all are written here."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as file:
+        own = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (own + memory, own + memory))
+
+
+def limit_time(cpu: int) -> None:
+    """So many seconds of a core from now on; the system counts those of the process's lifetime."""
+    try:
+        import resource
+    except ImportError:
+        return
+    used = int(time.process_time()) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (used + cpu, resource.RLIM_INFINITY))
