@@ -10,17 +10,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from chaos import bombs
-from pictures import encoded, picture
+from pictures import encoded, picture, write_folder
 from PIL import Image
 
 from vitlab.config import Preprocess
+from vitlab.data import folder
 from vitlab.data.av1 import largest_frame
 from vitlab.data.decoder import Undecodable, unpack
 from vitlab.data.headers import Absurd, Header, read_header
 from vitlab.data.images import BrokenImage, decode, is_plain, sandbox
+from vitlab.data.loader import TrainLoader
 from vitlab.data.sandbox import Budget, Sandbox, Wanted
-from vitlab.data.transforms import eval_pixels
+from vitlab.data.transforms import Augment, eval_pixels
 
 
 def wide(width: int, height: int, kind: str, **options: object) -> bytes:
@@ -255,3 +258,19 @@ def test_both_ways_in_refuse_what_is_absurd() -> None:
         read_header(bombs.scans(64, 600))
     with pytest.raises(BrokenImage):
         decode(bombs.scans(64, 600), "x")
+
+
+# ---- in training and evaluation
+
+
+def test_loader_workers_have_processes_of_their_own(tmp_path: Path) -> None:
+    """BMPs are decoded in processes with limits, those of the workers too; a bomb among them is a broken image."""
+    write_folder(tmp_path / "photos", {"a": 6, "b": 6}, ".bmp")
+    (tmp_path / "photos" / "a" / "003.bmp").write_bytes(bombs.scans())
+    source = folder.splits(tmp_path / "photos")["train"]
+    batches = []
+    for workers in (0, 2):
+        loader = TrainLoader(source, (16, 16), Augment(), Preprocess(), batch=12, workers=workers, resident=False)
+        batches.append(next(loader.batches()))
+        assert [Path(name).name for name in loader.broken.values()] == ["003.bmp"]
+    assert torch.equal(batches[0].images, batches[1].images)
