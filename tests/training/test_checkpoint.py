@@ -94,7 +94,7 @@ def test_the_very_first_was_being_written(tmp_path: Path, said: str | None) -> N
 def test_nothing_whole_is_an_error(place: Path) -> None:
     for folder in (place, sibling(place, "old")):
         (folder / "state.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match="whole"):
+    with pytest.raises(UserError, match="is complete"):
         find(place)
 
 

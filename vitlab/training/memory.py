@@ -1,0 +1,26 @@
+"""Running out of memory, on any device, as a sentence."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from vitlab.config import UserError
+
+ON_CPU = ("DefaultCPUAllocator", "not enough memory", "Cannot allocate memory")  # torch has no type of its own for it
+
+
+def out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in ON_CPU)
+
+
+@contextmanager
+def memory_errors(doing: str, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not out_of_memory(error):
+            raise
+        raise UserError(f"out of memory while {doing}; {remedy}") from error
