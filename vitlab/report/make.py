@@ -48,7 +48,7 @@ def write_report(run: str | Path, data: str | Data | None = None, *, device: str
         pass
     history = read_history(folder)
     if data is None:
-        vet_data(history.recipe.data, folder / RECIPE, f"vitlab report {shlex.quote(str(run))} '{{}}'")
+        vet_data(history.recipe.data, folder / RECIPE, f"vitlab report {shlex.quote(str(run))} ")
     with memory_errors(f"making the report of {run}", "close other programs, or use --device cpu"):
         return make(str(run), folder, history, data, device)
 

@@ -40,18 +40,18 @@ def known(recipe: Path) -> bool:
 
 
 def vet_data(spec: str, recipe: Path, command: str) -> None:
-    """Raise unless the data that a recipe.json names may be opened; `command` is how to name it by hand."""
+    """Raise unless the data that a recipe.json names may be opened; `command`, and the data, is what to type instead."""
     if spec in BUILT_IN:
         return
     if spec.startswith(PIPE):
         raise UserError(
             f"{recipe} asks to run the command {short(spec.removeprefix(PIPE))}; a command is only taken from the "
-            f"command line: {command.format('pipe:COMMAND')}"
+            f"command line: {command}'pipe:COMMAND'"
         )
     if not known(recipe):
         raise UserError(
             f"{recipe.parent} was not started here by you, so its data {short(spec)} is not opened unasked; name the "
-            f"data to use: {command.format('DATA')}"
+            f"data to use: {command}DATA"
         )
 
 

@@ -96,7 +96,7 @@ def continued_recipe(out: Path, pairs: list[str]) -> Recipe | None:
         return None
     recipe, given = override(stored, pairs), {pair.partition("=")[0] for pair in pairs}
     if "data" not in given:
-        vet_data(stored.data, out / RECIPE, f"vitlab train --out {shlex.quote(str(out))} --resume 'data={{}}'")
+        vet_data(stored.data, out / RECIPE, f"vitlab train --out {shlex.quote(str(out))} --resume data=")
     if recipe.weights is not None and "weights" not in given and not any((out / "checkpoints").glob("last*")):
         vet_weights(recipe.weights, out / RECIPE)
     return recipe
