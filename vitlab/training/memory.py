@@ -7,7 +7,8 @@ import torch
 
 from vitlab.config import UserError
 
-ON_CPU = ("DefaultCPUAllocator", "not enough memory", "Cannot allocate memory")  # torch has no type of its own for it
+# On the CPU torch has no type of its own for it; the last are oneDNN's words.
+ON_CPU = ("DefaultCPUAllocator", "not enough memory", "Cannot allocate memory", "could not create a primitive")
 
 
 def out_of_memory(error: BaseException) -> bool:
