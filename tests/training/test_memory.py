@@ -1,4 +1,4 @@
-"""Out of memory on the CPU: a smaller micro-batch where there is one, else a sentence. The limit is the system's own."""
+"""Out of memory on the CPU: a smaller micro-batch where there is one, else a sentence. The limit is a real one."""
 
 import os
 import subprocess

@@ -122,7 +122,7 @@ def test_named_on_the_command_line_it_is(made: Path, tmp_path: Path, command: Co
     (run / "model.safetensors").unlink()
     (run / "config.json").unlink()
     data = str(made.parent / "photos")
-    code, printed, wrong = command("train", f"data={data}", "--out", str(run), "--resume")
+    code, _, wrong = command("train", f"data={data}", "--out", str(run), "--resume")
     assert code == 0, wrong
     assert (run / "report.html").exists()
     assert command("report", str(run), data)[0] == 0
@@ -133,7 +133,7 @@ def test_strange_weights_are_not_opened(made: Path, tmp_path: Path) -> None:
     data = f"data={made.parent / 'photos'}"
     assert continued_recipe(run, [data]) is not None  # the checkpoint goes before them
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(UserError, match="weights .* are not opened unasked"):
+    with pytest.raises(UserError, match=r"weights .* are not opened unasked"):
         continued_recipe(run, [data])
     assert continued_recipe(run, [data, f"weights={made}"]) is not None
 
@@ -185,7 +185,7 @@ def test_links_are_neither_read_nor_written_through(made: Path, tmp_path: Path, 
     path = run / name
     path.unlink(missing_ok=True)
     path.symlink_to(target)
-    recipe = dict(data=str(made.parent / "photos"), steps=4, batch=4, micro=4, warmup=0)
+    recipe = {"data": str(made.parent / "photos"), "steps": 4, "batch": 4, "micro": 4, "warmup": 0}
     with pytest.raises(UserError, match=path.name):
         go(run, resume=True, **recipe)
     with pytest.raises(UserError, match=path.name):

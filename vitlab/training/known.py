@@ -40,7 +40,7 @@ def known(recipe: Path) -> bool:
 
 
 def vet_data(spec: str, recipe: Path, command: str) -> None:
-    """Raise unless the data that a recipe.json names may be opened; `command`, and the data, is what to type instead."""
+    """Raise unless the data that a recipe.json names may be opened; `command` and the data is what to type instead."""
     if spec in BUILT_IN:
         return
     if spec.startswith(PIPE):
