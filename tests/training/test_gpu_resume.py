@@ -1,6 +1,5 @@
 """On a GPU: a run that was killed and continued is the run that was not, to the bit; and memory that runs out."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,11 +31,11 @@ SETTINGS: dict[str, Any] = {
 
 @contextmanager
 def killed_inside(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The run dies in a step: after the gradients of a plain one, or before a recorded one."""
-    plain = Run.next_batch
+    """The run dies in a step, once its batch is there: a recorded step cannot be cut later."""
+    next_one = Run.next_batch
 
     def next_batch(self: Run, now: int, part: int) -> Any:
-        batch = plain(self, now, part)
+        batch = next_one(self, now, part)
         if now == step:
             raise Killed
         return batch
@@ -48,7 +47,7 @@ def killed_inside(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def restored() -> Iterator[None]:
     """Memory as before, whatever a test does."""
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
@@ -63,14 +62,14 @@ def test_killed_and_continued_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: str, graph: bool
 ) -> None:
     settings = {**SETTINGS, "compile": compiled, "graph": graph}
-    go(tmp_path / "whole", **settings)
+    go(tmp_path / "plain", **settings)
     for i, step in enumerate((3, 11, 17)):  # before the first checkpoint, between two, while a recording is replayed
         with killed_inside(step, monkeypatch):
             go(tmp_path / "cut", resume=i > 0, **settings)
     go(tmp_path / "cut", resume=True, **settings)
     losses = [record["loss"] for record in records(tmp_path / "cut") if "loss" in record]
     assert len(losses) == 24
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert_same_run(tmp_path / "plain", tmp_path / "cut")
 
 
 @pytest.mark.slow
@@ -88,4 +87,3 @@ def test_out_of_memory_shrinks_and_goes_on(tmp_path: Path, compiled: str, capsys
     steps = [record["step"] for record in records(tmp_path / "run") if "loss" in record]
     assert steps == list(range(1, 21))
     assert (tmp_path / "run" / "model.safetensors").exists()
-    assert os.path.getsize(tmp_path / "run" / "log.jsonl") > 0

@@ -62,16 +62,16 @@ def one_sentence(act: Callable[[], Any]) -> None:
 
 def changed(path: Path, keys: tuple[str, ...], text: str, *, sealed: bool = False) -> None:
     """One value of a JSON file replaced; `sealed`: by somebody who knows of the digest."""
-    said = json.loads(path.read_text())
-    inner = said
+    content = json.loads(path.read_text())
+    inner = content
     for key in keys[:-1]:
         inner = inner[key]
     inner[keys[-1]] = "@"
-    text = json.dumps(said).replace('"@"', text)
+    text = json.dumps(content).replace('"@"', text)
     if sealed:
-        said = json.loads(text)
-        del said["digest"]
-        text = json.dumps(said | {"digest": checkpoint.digest(said)})
+        content = json.loads(text)
+        del content["digest"]
+        text = json.dumps(content | {"digest": checkpoint.digest(content)})
     path.write_text(text)
 
 
@@ -88,9 +88,9 @@ def test_recipe(run: Path, text: str) -> None:
 
 def test_every_field_of_a_recipe(made: Path, run: Path) -> None:
     """Wrong types and numbers beyond reason are refused or, where they can be meant, taken; never a traceback."""
-    said = json.loads((made / "recipe.json").read_text())
+    content = json.loads((made / "recipe.json").read_text())
     parts = ("recipe", "model", "preprocess")
-    fields = [*((key,) for key in said), *((part, key) for part in parts for key in said[part])]
+    fields = [*((key,) for key in content), *((part, key) for part in parts for key in content[part])]
     refused = 0
     for keys in fields:
         for text in ("null", "[]", '{"a": 1}', '"x"', "-1", "1e400", "1" + "0" * 30, "1" + "0" * 400, "[[1]]"):

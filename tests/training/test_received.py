@@ -42,9 +42,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def received(made: Path, place: Path, **changes: Any) -> Path:
     """A copy whose recipe says other things; without the model, it asks to be continued."""
     shutil.copytree(made, place)
-    said = json.loads((place / "recipe.json").read_text())
-    said["recipe"] |= changes
-    (place / "recipe.json").write_text(json.dumps(said))
+    content = json.loads((place / "recipe.json").read_text())
+    content["recipe"] |= changes
+    (place / "recipe.json").write_text(json.dumps(content))
     return place
 
 
@@ -210,10 +210,10 @@ def test_checkpoints_name_their_own_files_alone(made: Path, tmp_path: Path) -> N
 
     (tmp_path / "elsewhere").write_text("x")
     path = run / "checkpoints" / "last" / "state.json"
-    said = json.loads(path.read_text())
-    del said["digest"]
-    said["sha256"]["../../../elsewhere"] = "0" * 64
-    path.write_text(json.dumps(said | {"digest": checkpoint.digest(said)}))
+    content = json.loads(path.read_text())
+    del content["digest"]
+    content["sha256"]["../../../elsewhere"] = "0" * 64
+    path.write_text(json.dumps(content | {"digest": checkpoint.digest(content)}))
     with pytest.raises(UserError, match="not in its folder"):
         checkpoint.read_facts(path.parent)
     assert len(records(run)) > 0

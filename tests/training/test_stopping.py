@@ -23,8 +23,8 @@ BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("whole") / "run"
+def uncut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("uncut") / "run"
     go(out)
     return out
 
@@ -64,7 +64,7 @@ def test_while_data_is_opened(tmp_path: Path, number: signal.Signals) -> None:
 
 @BOTH
 def test_in_the_first_step_which_may_compile(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    uncut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     with monkeypatch.context() as patch:
         signalled(patch, Run, "backward", number, 1)
@@ -73,11 +73,11 @@ def test_in_the_first_step_which_may_compile(
     assert stop.value.code == 128 + number
     assert not (tmp_path / "run" / "checkpoints").exists()  # it did not go on to the end of the step
     go(tmp_path / "run", resume=True)
-    assert_same_run(whole, tmp_path / "run")
+    assert_same_run(uncut, tmp_path / "run")
 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 5])  # raw and averaged weights; in the middle and after the last step
-def test_while_testing(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+def test_while_testing(uncut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     with monkeypatch.context() as patch:
         signalled(patch, Run, "measure", signal.SIGTERM, call)
         with pytest.raises(Stopped, match="saved; continue with --resume"):
@@ -85,25 +85,25 @@ def test_while_testing(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     state = json.loads((tmp_path / "run" / "checkpoints" / "last" / "state.json").read_text())
     assert (state["step"], state["tested"]) == ({1: 7, 2: 7, 3: 14, 5: 20}[call], False)
     go(tmp_path / "run", resume=True)
-    assert_same_run(whole, tmp_path / "run")
+    assert_same_run(uncut, tmp_path / "run")
     assert go(tmp_path / "run", resume=True).report
-    assert_same_run(whole, tmp_path / "run")
+    assert_same_run(uncut, tmp_path / "run")
 
 
-def test_after_the_last_step_the_run_is_complete(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_the_last_step_the_run_is_complete(uncut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         signalled(patch, Run, "finish", signal.SIGTERM, 1)
         with pytest.raises(Stopped, match="is complete"):
             go(tmp_path / "run")
-    assert_same_run(whole, tmp_path / "run")
+    assert_same_run(uncut, tmp_path / "run")
 
 
 @BOTH
 def test_while_a_report_is_written(
-    whole: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch, number: int
+    uncut: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     run = tmp_path / "run"
-    shutil.copytree(whole, run)
+    shutil.copytree(uncut, run)
     before = sorted(run.iterdir())
     signalled(monkeypatch, make, "draw", number, 1)
     code, _, printed = command("report", str(run))

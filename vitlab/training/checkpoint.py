@@ -129,13 +129,13 @@ def save(folder: Path, state: dict[str, Tensor], facts: Facts) -> None:
 def seal(folder: Path, facts: Facts) -> None:
     """Finish a checkpoint: a JSON file with what it says and the digest of every file beside it."""
     table = {path.name: sha256(path) for path in sorted(folder.iterdir())}
-    said = {"format": "vitlab/1", **vars(facts), "sha256": table}
-    (folder / FACTS).write_text(json.dumps(said | {"digest": digest(said)}, indent=1))
+    about = {"format": "vitlab/1", **vars(facts), "sha256": table}
+    (folder / FACTS).write_text(json.dumps(about | {"digest": digest(about)}, indent=1))
 
 
-def digest(said: Mapping[str, Any]) -> str:
+def digest(about: Mapping[str, Any]) -> str:
     """The sha256 of what a state.json says, whatever its spacing."""
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def replace(folder: Path, write: Callable[[Path], None]) -> None:
@@ -218,10 +218,10 @@ def find(folder: Path, check: Callable[[Facts], None] = lambda facts: None) -> F
 
 def read_facts(folder: Path) -> Facts:
     """What a checkpoint says, if every file is as it was written; raises UserError or OSError."""
-    said = read_json(folder / FACTS)
-    if said.pop("digest", None) != digest(said):
+    about = read_json(folder / FACTS)
+    if about.pop("digest", None) != digest(about):
         raise UserError(f"{FACTS} is not as it was written")
-    table = said.get("sha256")
+    table = about.get("sha256")
     if not isinstance(table, dict) or not {TENSORS, METADATA} & set(table):
         raise UserError(f"{FACTS} lists no tensors")
     for name, expected in table.items():
@@ -232,10 +232,10 @@ def read_facts(folder: Path) -> Facts:
             raise UserError(f"{name} is missing")
         if sha256(path) != expected:
             raise UserError(f"{name} is torn")
-    missing = [f.name for f in fields(Facts) if f.name not in said and f.default is MISSING]
+    missing = [f.name for f in fields(Facts) if f.name not in about and f.default is MISSING]
     if missing:
         raise UserError(f"{FACTS} lacks {', '.join(missing)}")
-    return Facts(**{f.name: said[f.name] for f in fields(Facts) if f.name in said})
+    return Facts(**{f.name: about[f.name] for f in fields(Facts) if f.name in about})
 
 
 def tidy(folder: Path, used: Path) -> None:

@@ -66,7 +66,7 @@ def train(
     console: Console | None = None,
     data: Data | None = None,
 ) -> Outcome:
-    """Run a recipe in the folder `out`; with `resume`, go on where it stopped, on the same data unless told."""
+    """Run a recipe in the folder `out`; with `resume`, go on where it stopped."""
     began, out, resume = time.monotonic(), Path(out), resume or restarted()
     with (
         stoppable("stopped before the next step was done; the same command with --resume goes on") as signals,

@@ -69,14 +69,14 @@ def read_run(out: Path) -> Stored | None:
     if not os.path.lexists(path):
         return None
     try:
-        said = checkpoint.read_json(path)
-        parts = {key: checked(said.get(key), dict, key) for key in ("recipe", "model", "preprocess")}
-        images = checked(said.get("images"), int, "images")
+        about = checkpoint.read_json(path)
+        parts = {key: checked(about.get(key), dict, key) for key in ("recipe", "model", "preprocess")}
+        images = checked(about.get("images"), int, "images")
         return Stored(
             from_json(Recipe, parts["recipe"]),
             model_config(parts["model"], tensors=MOST_LAYERS),
             from_json(Preprocess, parts["preprocess"]),
-            checked(said.get("labels"), tuple[str, ...], "labels"),
+            checked(about.get("labels"), tuple[str, ...], "labels"),
             max(0, images),
         )
     except UserError as error:
