@@ -82,22 +82,24 @@ def files(source: Files, indices: Ints, hashed: bool) -> Iterator[Entry]:
     root = str(source.root if source.root != Path("/") else cache_folder().absolute())  # the latter: known sets
 
     def look(some: Ints) -> list[Entry]:
-        found = []
-        for index in some.tolist():
-            path = source.name(index)
-            try:
-                found.append((path.removeprefix(root).lstrip("/"), os.stat(path).st_size, content(path, hashed)))
-            except OSError as error:
-                raise UserError(f"'{path}' cannot be read: {error.strerror}") from None
-        return found
+        paths = [source.name(index) for index in some.tolist()]
+        return [(path.removeprefix(root).lstrip("/"), *content(path, hashed)) for path in paths]
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for found in pool.map(look, np.array_split(indices, len(indices) // CHUNK + 1)):
-            yield from found
+        try:
+            for found in pool.map(look, np.array_split(indices, len(indices) // CHUNK + 1)):
+                yield from found
+        except BaseException:  # a signal does not wait for a million files
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
-def content(path: str, hashed: bool) -> str:
-    return sha256(Path(path))[:DIGITS] if hashed else ""
+def content(path: str, hashed: bool) -> tuple[int, str]:
+    """A file's size and, if asked for, its digest; one that cannot be read is the loader's to report."""
+    try:
+        return os.stat(path).st_size, sha256(Path(path))[:DIGITS] if hashed else ""
+    except OSError:
+        return 0, ""
 
 
 def pixels(source: Source, index: int) -> str:

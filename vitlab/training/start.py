@@ -24,7 +24,7 @@ from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import MODEL_KEYS, Recipe, difference, override, resolved
 from vitlab.weights import load, preprocess_of
 from vitlab.weights.assemble import blank
-from vitlab.weights.files import flush
+from vitlab.weights.files import brief, flush
 from vitlab.weights.store import model_config, model_json
 
 RECIPE = "recipe.json"
@@ -80,7 +80,7 @@ def read_run(out: Path) -> Stored | None:
             max(0, images),
         )
     except UserError as error:
-        raise UserError(f"{path} is not the recipe of a run: {error}; start again in a new --out") from None
+        raise UserError(f"{path} is not the recipe of a run: {brief(error)}; start again in a new --out") from None
 
 
 def stored_recipe(out: Path) -> Recipe | None:
