@@ -20,6 +20,7 @@ from vitlab.data.folder import Files
 from vitlab.data.sources import Data, open_data
 from vitlab.training import manifest
 
+Command = Callable[..., tuple[int, str, str]]
 SETTINGS: dict[str, Any] = {"steps": 8, "batch": 4, "micro": 4, "warmup": 0, "checkpoint_every": 2}
 
 
@@ -79,16 +80,13 @@ def test_a_change_is_named_and_refused(cut: Path, change: Callable[[Path], None]
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_accepted_it_goes_on_and_is_the_new_measure(cut: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.console import Console
-    from small_runs import SMALL
-
-    from vitlab.training.loop import train
-
+def test_accepted_it_goes_on_and_is_the_new_measure(cut: Path, command: Command) -> None:
     add(cut / "photos")
-    recipe = SMALL.__class__(**{**vars(SMALL), "data": str(cut / "photos"), **SETTINGS})
-    train(recipe, cut / "run", resume=True, accept_data_changes=True, console=Console(quiet=True))
-    assert "'validation/class0/new.png' is new" in capsys.readouterr().err
+    words = ("train", "--out", str(cut / "run"), "--resume")
+    assert command(*words)[0] == 1
+    code, _, printed = command(*words, "--accept-data-changes")
+    assert code == 0
+    assert "'validation/class0/new.png' is new" in printed.replace("\n", " ")
     assert records(cut / "run")[-1]["step"] == 8
     resume(cut)
 

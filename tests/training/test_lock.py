@@ -48,8 +48,12 @@ def test_the_second_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
 
 
 def test_one_process_does_not_train_twice_in_a_folder(tmp_path: Path) -> None:
-    with lock.held(tmp_path), pytest.raises(UserError, match="already"):
-        go(tmp_path)
+    with lock.held(tmp_path):
+        with pytest.raises(UserError, match="already"):
+            go(tmp_path)
+        words = [sys.executable, "-c", HOLD, str(tmp_path)]
+        other = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert f"in use by process {os.getpid()}" in other.stderr  # the attempt did not drop the lock
     go(tmp_path, steps=4)
 
 

@@ -46,11 +46,11 @@ def held(out: Path) -> Iterator[None]:
         return
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        number = os.open(out / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    place = str(out.resolve())
-    with os.fdopen(number, "r+b", buffering=0) as file:
-        if place in ours:
+        place = str(out.resolve())
+        if place in ours:  # before the file is opened: closing it would drop the lock this process holds
             raise UserError(f"this process trains in {out} already; choose another --out")
+        number = os.open(out / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    with os.fdopen(number, "r+b", buffering=0) as file:
         try:
             # of the two kinds, the one that children do not inherit and that NFS has always known
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -35,7 +35,7 @@ MODEL_KEYS = (
     *("depth", "width", "mlp", "heads", "pool", "prelogits", "positions", "placement", "attention"),
     *("gelu", "dropout", "drop_path"),
 )
-MOST = {"batch": 10_000_000, "steps": 10**12, "epochs": 10**9, "warmup": 10**12, "workers": 10_000, "threads": 10_000}
+MOST = {"batch": 10_000_000, "steps": 10**12, "epochs": 10**9, "warmup": 10**12, "workers": 1_024, "threads": 1_024}
 # What may change between a run and its continuation: it is the same run, on another machine to another rounding.
 LOOSE = ("workers", "device", "parallel", "checkpoint_every", "log_every", "tensorboard", "data")
 
