@@ -42,6 +42,7 @@ def test_the_micro_batch_shrinks(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_where_nothing_is_left_to_shrink_it_is_a_sentence(tmp_path: Path) -> None:
     """The model alone is too large."""
     done = train(tmp_path, 64, 2048)

@@ -62,9 +62,7 @@ def read_metadata(folder: Path) -> Metadata:
         with (folder / METADATA).open("rb") as file:
             metadata = Unpickler(file).load()
         # files outside the folder are not this checkpoint's
-        inside = all(
-            Path(info.relative_path).name == info.relative_path != "" for info in metadata.storage_data.values()
-        )
+        inside = all(Path(info.relative_path).name == info.relative_path for info in metadata.storage_data.values())
     except UserError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
