@@ -1,5 +1,6 @@
 """Shared by the tests: weights in which nothing is zero, one or small enough to hide a mistake; and verbs."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,12 @@ def fill(model: nn.Module, seed: int = 0) -> nn.Module:
 @pytest.fixture
 def randomise() -> Callable[..., nn.Module]:
     return fill
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What vitlab remembers of the user's runs is kept apart from the developer's own."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture(autouse=True)

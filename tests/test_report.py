@@ -33,6 +33,7 @@ from vitlab.report import sections, write_report
 from vitlab.report.history import read_history, spent
 from vitlab.report.pictures import MOST, worst_mistakes
 from vitlab.report.words import count, how, model_name
+from vitlab.training.known import remember
 from vitlab.training.loop import train
 from vitlab.training.recipe import Recipe
 
@@ -333,6 +334,7 @@ def test_an_unfinished_run_and_data_that_moved_are_told(run: Path, tmp_path: Pat
         write_report(tmp_path)
     for name in ("model.safetensors", "config.json", "log.jsonl"):
         (tmp_path / name).write_bytes((run / name).read_bytes())
+    remember(tmp_path / "recipe.json")
     with pytest.raises(UserError, match="name it: vitlab report RUN DATA"):
         write_report(tmp_path)
 

@@ -67,7 +67,7 @@ def bench(recipe: Recipe, seconds: float) -> Speeds:
     recipe = dataclasses.replace(recipe, warmup=0)  # of no matter here, and a short run could not hold it
     with tempfile.TemporaryDirectory() as spare, joined(recipe.device) as cluster, threads(recipe.threads):
         folder = cluster.agree(lambda: Path(spare) / "run")
-        plan = make_plan(recipe, folder, cluster, resume=False)
+        plan = make_plan(recipe, folder, cluster, resume=False, lasting=False)
         with sound_kernels(cluster.device, plan.config.length):
             run = Run(plan, cluster, Console(quiet=True))
             try:

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from vitlab.config import UserError
 from vitlab.training import checkpoint
 from vitlab.training.checkpoint import Facts, find, load, restore, save, sibling, state_of
 from vitlab.training.optim import Average, make_optimiser, set_rate
-from vitlab.training.sharded import Unpickler
+from vitlab.training.sharded import Unpickler, read_metadata
 
 
 def facts(step: int) -> Facts:
@@ -94,7 +96,7 @@ def test_the_very_first_was_being_written(tmp_path: Path, said: str | None) -> N
 def test_nothing_whole_is_an_error(place: Path) -> None:
     for folder in (place, sibling(place, "old")):
         (folder / "state.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match="whole"):
+    with pytest.raises(UserError, match="is complete"):
         find(place)
 
 
@@ -157,3 +159,19 @@ def test_metadata_admits_no_strangers() -> None:
 
     with pytest.raises(UserError, match="system"):
         Unpickler(io.BytesIO(pickle.dumps(Evil()))).load()
+
+
+@pytest.mark.parametrize("path", ["../elsewhere", "/etc/passwd", "a/b"])
+def test_pieces_lie_in_their_own_folder(tmp_path: Path, path: str) -> None:
+    info = _StorageInfo(path, 0, 1)
+    metadata = Metadata({}, storage_data={MetadataIndex("model/w"): info})
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match="not the metadata of a checkpoint"):
+        read_metadata(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"junk", pickle.dumps(5), pickle.dumps({"a": 1})])
+def test_damaged_metadata_is_a_sentence(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(UserError, match="metadata"):
+        read_metadata(tmp_path)

@@ -5,7 +5,6 @@ from typing import Annotated
 import typer
 
 from vitlab.cli.app import app, console
-from vitlab.config import Stopped
 
 
 @app.command(
@@ -14,7 +13,7 @@ from vitlab.config import Stopped
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
     data: Annotated[
-        str | None, typer.Argument(metavar="DATA", help="What to test it on; by default the data it was trained on.")
+        str | None, typer.Argument(metavar="DATA", help="What to test it on; by default the data of a run you started.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
 ) -> None:
@@ -22,12 +21,10 @@ def report(
 
     `vitlab finetune` and `vitlab train` do so themselves when they end. The page is one file.
     """
-    from signal import SIGINT
+    from vitlab.training.signals import stoppable
 
-    try:
-        from vitlab.report import write_report  # takes seconds, in which Ctrl-C may come
+    with stoppable("stopped; the folder is as it was"):
+        from vitlab.report import write_report  # takes seconds, in which signals may come
 
         path = write_report(run, data, device=device)
-    except KeyboardInterrupt:
-        raise Stopped(SIGINT, "stopped; the folder is as it was") from None
     console.print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)

@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from signal import SIGINT
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitlab.cli.app import app, console
-from vitlab.config import Stopped, UserError
+from vitlab.config import UserError
+from vitlab.training.signals import stoppable
 
 if TYPE_CHECKING:
     from vitlab.data.sources import Source
@@ -240,12 +240,10 @@ class Features:
 
 @contextmanager
 def stopping(keep: Path | None) -> Iterator[None]:
-    """Ctrl-C ends with a sentence that says what is left."""
-    try:
+    """Ctrl-C and SIGTERM end with a sentence that says what is left."""
+    left = "nothing was kept; --keep FOLDER would" if keep is None else f"the same command goes on from {keep}"
+    with stoppable(f"stopped; {left}"):
         yield
-    except KeyboardInterrupt:
-        left = "nothing was kept; --keep FOLDER would" if keep is None else f"the same command goes on from {keep}"
-        raise Stopped(SIGINT, f"stopped; {left}") from None
 
 
 def words(text: str, option: str) -> list[str]:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from vitlab.cli.app import app, console
 from vitlab.config import Stopped, UserError
+from vitlab.training.signals import stoppable
 
 if TYPE_CHECKING:
     from vitlab.training.loop import Outcome
@@ -22,14 +23,15 @@ def demo(out: Annotated[Path, typer.Option(help="The run's folder.")] = Path("ru
     Two minutes on a CPU. The run stays in its folder, with digits as files to try the other verbs on; what is there
     already is not done again.
     """
-    from vitlab import demo
+    with stoppable("stopped; the same command goes on from there"):
+        from vitlab import demo
 
-    recipe, resume = demo.begin(console, out)
-    try:
-        run_recipe(recipe, out, resume)
-    except Stopped as stop:
-        raise Stopped(stop.code - 128, "stopped and saved; the same command goes on from there") from None
-    demo.tell(console, out)
+        recipe, resume = demo.begin(console, out)
+        try:
+            run_recipe(recipe, out, resume)
+        except Stopped as stop:
+            raise Stopped(stop.code - 128, "stopped and saved; the same command goes on from there") from None
+        demo.tell(console, out)
 
 
 RunSettings = Annotated[
@@ -38,6 +40,9 @@ RunSettings = Annotated[
 ]
 Out = Annotated[Path, typer.Option("--out", help="The run's folder.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out as if nothing had happened.")]
+Accept = Annotated[bool, typer.Option("--accept-data-changes", help="Continue although files of the data changed.")]
+SMALLER = "give smaller weights with --from, or set a smaller image_size"
+EARLY = "stopped before the first step; the same command starts again"
 
 
 @app.command(
@@ -51,25 +56,26 @@ def train(
     settings: RunSettings = None,
     out: Out = Path("run"),
     resume: Resume = False,
+    accept: Accept = False,
 ) -> None:
     """Train a model by a recipe: from scratch, from weights (weights=FILE), or by masked patches.
 
     Ctrl-C saves first. When it ends, the folder is a model that every other verb takes.
     """
-    from vitlab.recipes import find, ready
-    from vitlab.training.parallel import restarted
-    from vitlab.training.recipe import override
-    from vitlab.training.start import stored_recipe
+    with stoppable(EARLY):
+        from vitlab.recipes import find, ready
+        from vitlab.training.parallel import restarted
+        from vitlab.training.recipe import override
+        from vitlab.training.start import continued_recipe
 
-    pairs, resume = settings or [], resume or restarted()
-    if recipe is None or "=" in recipe:  # the folder knows its recipe
-        pairs = [recipe, *pairs] if recipe else pairs
-        stored = stored_recipe(out) if resume else None
-        if stored is None:
-            raise UserError("name a recipe, as in `vitlab train digits`; `vitlab recipes` lists them")
-        run_recipe(override(stored, pairs), out, resume)
-    else:
-        run_recipe(ready(recipe, override(find(recipe).recipe, pairs)), out, resume)
+        pairs, resume = settings or [], resume or restarted()
+        if recipe is None or "=" in recipe:  # the folder knows its recipe
+            stored = continued_recipe(out, [recipe, *pairs] if recipe else pairs) if resume else None
+            if stored is None:
+                raise UserError("name a recipe, as in `vitlab train digits`; `vitlab recipes` lists them")
+            run_recipe(stored, out, resume, accept)
+        else:
+            run_recipe(ready(recipe, override(find(recipe).recipe, pairs)), out, resume, accept)
 
 
 @app.command(
@@ -82,26 +88,35 @@ def finetune(
     weights: Annotated[str | None, typer.Option("--from", help="Weights to start from; none: from scratch.")] = None,
     out: Out = Path("run"),
     resume: Resume = False,
+    accept: Accept = False,
 ) -> None:
     """Teach a trained model your classes. What you do not set is chosen to fit the data and this machine."""
-    from vitlab.training.advise import finetune_recipe
-    from vitlab.training.parallel import joined, restarted
-    from vitlab.training.recipe import override
-    from vitlab.training.start import stored_recipe
+    with stoppable(EARLY):
+        from vitlab.training.memory import memory_errors
+        from vitlab.training.parallel import joined, restarted
+        from vitlab.training.start import continued_recipe
 
-    pairs, resume = settings or [], resume or restarted()
-    stored = stored_recipe(out) if resume else None
-    if stored is not None:
-        run_recipe(override(stored, pairs), out, resume)
-        return
-    with joined(device_of(pairs)) as cluster:  # the processes of one run do as the first one advises
-        advice = cluster.agree(lambda: finetune_recipe(data, weights, pairs))
-        for line in advice.lines if cluster.first else ():
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-        for line in advice.warnings if cluster.first else ():
-            console.print(f"[yellow]warning:[/] {escape(line)}", highlight=False, soft_wrap=True)
-        outcome = go(advice.recipe, out, resume)
-    report_on(outcome, advice.recipe.device)
+        pairs, resume = settings or [], resume or restarted()
+        given = [f"data={data}", *([f"weights={weights}"] if weights else []), *pairs]
+        if resume and (stored := continued_recipe(out, given)) is not None:
+            run_recipe(stored, out, resume, accept)
+            return
+        with joined(device_of(pairs)) as cluster, memory_errors("looking at the data and the model", SMALLER):
+            recipe = cluster.agree(lambda: advised(data, weights, pairs))
+            outcome = go(recipe, out, resume, accept)
+        report_on(outcome, recipe.device)
+
+
+def advised(data: str, weights: str | None, pairs: list[str]) -> "Recipe":
+    """A recipe for these images and this machine, and why it is that one."""
+    from vitlab.training.advise import finetune_recipe
+
+    advice = finetune_recipe(data, weights, pairs)
+    for line in advice.lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for line in advice.warnings:
+        console.print(f"[yellow]warning:[/] {escape(line)}", highlight=False, soft_wrap=True)
+    return advice.recipe
 
 
 def device_of(pairs: list[str]) -> str:
@@ -109,17 +124,17 @@ def device_of(pairs: list[str]) -> str:
     return next((pair.removeprefix("device=") for pair in reversed(pairs) if pair.startswith("device=")), "auto")
 
 
-def run_recipe(recipe: "Recipe", out: Path, resume: bool) -> None:
+def run_recipe(recipe: "Recipe", out: Path, resume: bool, accept: bool = False) -> None:
     """Train, say how it ended, and write the report."""
-    report_on(go(recipe, out, resume), recipe.device)
+    report_on(go(recipe, out, resume, accept), recipe.device)
 
 
-def go(recipe: "Recipe", out: Path, resume: bool) -> "Outcome":
+def go(recipe: "Recipe", out: Path, resume: bool, accept: bool) -> "Outcome":
     """Train, and say how it ended; of many processes, the first one speaks."""
     from vitlab.training.loop import train
     from vitlab.training.progress import duration
 
-    outcome = train(recipe, out, resume=resume, console=console)
+    outcome = train(recipe, out, resume=resume, accept_data_changes=accept, console=console)
     if outcome.first:
         shown = [
             f"{key} {value:.2%}" if "acc" in key else f"{key} {value:.4f}" for key, value in outcome.report.items()
@@ -130,27 +145,22 @@ def go(recipe: "Recipe", out: Path, resume: bool) -> "Outcome":
 
 
 def report_on(outcome: "Outcome", device: str) -> None:
-    """Write the report. The run itself is safe by now: what goes wrong here is told and changes nothing.
+    """Write the report. The run itself is safe by now: what goes wrong here changes nothing.
 
     It is for the first of many processes, when they have parted: it takes its time, and nobody should wait for it.
     """
-    import signal
-
-    import torch
-
     from vitlab.report import write_report
 
     if not outcome.first:
         return
     again = f"`vitlab report {outcome.folder}` makes it later"
-    try:
-        path = write_report(outcome.folder, device=device)
-        console.print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
-    except (UserError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        line = f"[yellow]note:[/] the model is saved, but there is no report: {escape(str(error))}; {escape(again)}"
-        console.print(line, highlight=False, soft_wrap=True)
-    except KeyboardInterrupt:
-        raise Stopped(signal.SIGINT, f"the model is saved, the report is not finished; {again}") from None
+    with stoppable(f"the model is saved, the report is not finished; {again}"):
+        try:
+            path = write_report(outcome.folder, outcome.data, device=device)
+            console.print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
+        except (UserError, OSError) as error:
+            line = f"[yellow]note:[/] the model is saved, but there is no report: {escape(str(error))}; {escape(again)}"
+            console.print(line, highlight=False, soft_wrap=True)
 
 
 @app.command(

@@ -3,7 +3,6 @@
 Shapes: S steps that were logged, T tests.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitlab.config import UserError
-from vitlab.training.checkpoint import read_json
+from vitlab.training.checkpoint import check_own_files
 from vitlab.training.loop import LOG
+from vitlab.training.progress import number, part, read_log
 from vitlab.training.recipe import Recipe
-from vitlab.training.start import RECIPE, stored_recipe
+from vitlab.training.start import RECIPE, Stored, read_run
 from vitlab.weights.store import WEIGHTS
 
 Floats = NDArray[np.float64]
@@ -44,46 +44,47 @@ class History:
 
 
 def read_history(folder: Path) -> History:
-    recipe = stored_recipe(folder)
-    if recipe is None:
+    stored = read_run(folder)
+    if stored is None:
         raise UserError(
             f"{folder} has no {RECIPE}, so it is not the folder of a run; a report is about what `vitlab finetune` "
             "and `vitlab train` made, and `vitlab evaluate` tests any model"
         )
     if not (folder / WEIGHTS).exists():
         raise UserError(f"the run in {folder} has not come to its end; continue it with --resume")
-    records = read_log(folder / LOG)
+    check_own_files(folder)
+    try:
+        return made_of(stored, read_log(folder / LOG))
+    except UserError as error:
+        raise UserError(f"{folder / LOG} is not the log of this run: {error}") from None
+
+
+def made_of(stored: Stored, records: list[dict[str, Any]]) -> History:
     steps = [record for record in records if "loss" in record]
     tests = [record for record in records if "test" in record]
-    speeds = [record["speed"] for record in records if "speed" in record]
+    speeds = [part(record, "speed") for record in records if "speed" in record]
     averaged = all("ema" in record for record in tests) and tests
     return History(
-        recipe,
-        int(read_json(folder / RECIPE)["images"]),
+        stored.recipe,
+        stored.images,
         *(column(steps, "step", np.int64), column(steps, "loss"), column(steps, "lr")),
         column(tests, "step", np.int64),
-        column([record["test"] for record in tests], "accuracy"),
-        column([record["ema"] for record in tests], "accuracy") if averaged else None,
-        spent(speeds, recipe.batch),
+        column([part(record, "test") for record in tests], "accuracy"),
+        column([part(record, "ema") for record in tests], "accuracy") if averaged else None,
+        spent(speeds, stored.recipe.batch),
         float(np.median(column(speeds, "images_per_second"))) if speeds else 0.0,
     )
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}), so there is no course of the run to show") from None
-
-
 def column(records: list[dict[str, Any]], key: str, kind: type = np.float64) -> Any:
-    return np.array([record[key] for record in records], kind)
+    return np.array([number(record, key) for record in records], kind)
 
 
 def spent(speeds: list[dict[str, Any]], batch: int) -> float:
     """Seconds of all steps, from the speed of each stretch of them."""
-    seconds, done = 0.0, 0
+    seconds, done = 0.0, 0.0
     for record in speeds:
-        seconds += (record["step"] - done) * batch / max(1e-9, record["images_per_second"])
-        done = record["step"]
+        step = number(record, "step")
+        seconds += (step - done) * batch / max(1e-9, number(record, "images_per_second"))
+        done = step
     return seconds

@@ -3,8 +3,10 @@
 The page asks nobody for anything: pictures are inside it, and it needs no script.
 """
 
+import contextlib
 import os
 import secrets
+import shlex
 import time
 from importlib.resources import files
 from pathlib import Path
@@ -24,7 +26,10 @@ from vitlab.report import sections
 from vitlab.report.history import History, read_history
 from vitlab.report.pictures import MOST, Drawn, Mistake, drawn, worst_mistakes
 from vitlab.report.sections import Subject, Tested
+from vitlab.training.known import vet_data
+from vitlab.training.memory import memory_errors
 from vitlab.training.recipe import Recipe
+from vitlab.training.start import RECIPE
 from vitlab.weights import load
 from vitlab.weights.store import WEIGHTS
 
@@ -32,19 +37,27 @@ NAME = "report.html"
 
 
 def write_report(run: str | Path, data: str | Data | None = None, *, device: str = "auto") -> Path:
-    """Write RUN/report.html, whole or not at all, and return its path.
+    """Write RUN/report.html, complete or not at all, and return its path.
 
-    `data` is what the model is tested on, by default the test split of the set it was trained on. A model without a
-    head, as masked patch prediction leaves it, has nothing to test: its report is the shorter for it.
+    `data` is what the model is tested on, by default the test split of the set it was trained on, if it is a built-in
+    one or this user started the run. A model without a head, as masked patch prediction leaves it, has nothing to
+    test: its report is the shorter for it.
     """
     folder = Path(run).expanduser()
     with style.drawing():  # no work before it is known that figures can be drawn
         pass
     history = read_history(folder)
+    if data is None:
+        vet_data(history.recipe.data, folder / RECIPE, f"vitlab report {shlex.quote(str(run))} ")
+    with memory_errors(f"making the report of {run}", "close other programs, or use --device cpu"):
+        return make(str(run), folder, history, data, device)
+
+
+def make(run: str, folder: Path, history: History, data: str | Data | None, device: str) -> Path:
     model = load(folder)
     opened = data if isinstance(data, Data) else open_set(history.recipe, data)
     size = (folder / WEIGHTS).stat().st_size
-    subject = Subject(str(run), history, model.config, opened, cost(lambda: build(model.config)), size)
+    subject = Subject(run, history, model.config, opened, cost(lambda: build(model.config)), size)
     tested = test(model, opened, device) if model.config.classes else None
     with progress("report", 5 + MOST) as done:
         mistakes = read_mistakes(tested.found, model, opened, device, done) if tested else []
@@ -116,7 +129,7 @@ def compose(subject: Subject, tested: Tested | None, mistakes: list[Mistake], fi
 
 
 def write(path: Path, page: str) -> None:
-    """The file, whole or not at all; an older one stays until the new one is there."""
+    """The file, complete or not at all; an older one stays until the new one is there."""
     new = path.with_name(f".{secrets.token_hex(4)}.{path.name}")
     try:
         new.write_text(page, encoding="utf-8")
@@ -124,4 +137,5 @@ def write(path: Path, page: str) -> None:
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
     finally:
-        new.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # after the rename it is gone, and a read-only disk never had it
+            new.unlink()

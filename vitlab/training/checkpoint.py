@@ -5,12 +5,13 @@ checkpoints/last.old    the one before, until the next is complete
 checkpoints/last.new    one being written; without its state.json it does not count
 """
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,13 @@ from torch import Tensor, nn
 from vitlab.config import UserError
 from vitlab.training.optim import Average
 from vitlab.training.parallel import placed
-from vitlab.weights.files import flush, sha256
+from vitlab.weights import files
+from vitlab.weights.files import brief, flush, sha256
+from vitlab.weights.store import largest
 
-TENSORS = "state.safetensors"
+TENSORS, METADATA = "state.safetensors", ".metadata"  # the latter beside the pieces of a sharded run
 FACTS = "state.json"
+NAMES = ("last", "last.new", "last.old", "best")
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,17 @@ class Facts:
     micro: int  # images of a micro-batch: another would add up in another order
     best: float | None  # best score so far
     world: int = 1  # processes, which shared the batch
+    tested: bool = True  # false: the step was due for a test, which a signal cut short
+
+    def __post_init__(self) -> None:
+        for name, least in (("step", 0), ("log_bytes", 0), ("micro", 1), ("world", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value < 2**62:
+                raise UserError(f"{name} is no sensible number")
+        if self.best is not None and not (type(self.best) in (int, float) and abs(self.best) < float("inf")):
+            raise UserError("best is no number")
+        if type(self.tested) is not bool:
+            raise UserError("tested is neither true nor false")
 
 
 # ---- the state as one flat table of named tensors
@@ -57,7 +72,8 @@ def state_of(module: nn.Module, optimiser: torch.optim.Optimizer, average: Avera
 def restore(
     state: dict[str, Tensor], module: nn.Module, optimiser: torch.optim.Optimizer, average: Average | None
 ) -> None:
-    """Put a state back; the recipe is the same, so the names are."""
+    """Put a state back; the recipe is the same, so the names and the shapes are."""
+    check_names(state, module, optimiser, average)
     parameters = dict(module.named_parameters())
     own = module.state_dict()
     for key, tensor in state.items():
@@ -78,6 +94,25 @@ def restore(
         raise UserError(f"the checkpoint lacks {len(own)} tensors of the model, '{next(iter(own))}' among them")
 
 
+def check_names(
+    state: dict[str, Tensor], module: nn.Module, optimiser: torch.optim.Optimizer, average: Average | None
+) -> None:
+    """Every tensor belongs to the model and has its parameter's shape; the optimiser's counts are single numbers."""
+    parameters = dict(module.named_parameters())
+    homes: dict[str, Mapping[str, Tensor]] = {"model": module.state_dict(), "optimiser": parameters}
+    homes["ema"] = average.weights if average is not None else {}
+    kept = {"step", "exp_avg", "exp_avg_sq"} if isinstance(optimiser, torch.optim.AdamW) else {"momentum_buffer"}
+    for key, tensor in state.items():
+        part, _, name = key.partition("/")
+        name, field = (name.rpartition("/")[::2]) if part == "optimiser" else (name, "")
+        like = homes.get(part, {}).get(name)
+        shape = torch.Size() if like is None or field == "step" else like.shape
+        fits = tensor.shape == shape and tensor.is_floating_point()
+        complete = part != "optimiser" or all(f"{part}/{name}/{other}" in state for other in kept)
+        if like is None or not fits or not complete or field not in {"", *kept}:
+            raise UserError(f"the checkpoint's tensor '{key[:100]}' does not belong to this run's model")
+
+
 # ---- files
 
 
@@ -93,8 +128,14 @@ def save(folder: Path, state: dict[str, Tensor], facts: Facts) -> None:
 
 def seal(folder: Path, facts: Facts) -> None:
     """Finish a checkpoint: a JSON file with what it says and the digest of every file beside it."""
-    files = {path.name: sha256(path) for path in sorted(folder.iterdir())}
-    (folder / FACTS).write_text(json.dumps({"format": "vitlab/1", **vars(facts), "sha256": files}, indent=1))
+    table = {path.name: sha256(path) for path in sorted(folder.iterdir())}
+    about = {"format": "vitlab/1", **vars(facts), "sha256": table}
+    (folder / FACTS).write_text(json.dumps(about | {"digest": digest(about)}, indent=1))
+
+
+def digest(about: Mapping[str, Any]) -> str:
+    """The sha256 of what a state.json says, whatever its spacing."""
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def replace(folder: Path, write: Callable[[Path], None]) -> None:
@@ -141,7 +182,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         raise UserError(
-            f"could not write {folder} ({reason}); the last good checkpoint stays: make room, or mend the disk, "
+            f"could not write {folder} ({reason}); the last good checkpoint stays: make room, or repair the disk, "
             "and continue with --resume"
         ) from error
 
@@ -153,50 +194,84 @@ class Found:
     torn: tuple[str, ...]  # what was passed over, and why
 
 
-def find(folder: Path) -> Found | None:
-    """The newest complete checkpoint: `last`, or what a crash left beside it."""
+def find(folder: Path, check: Callable[[Facts], None] = lambda facts: None) -> Found | None:
+    """The newest complete checkpoint: `last`, or what a crash left beside it. `check` raises at one that cannot be."""
     torn: list[str] = []
     good: list[tuple[Path, Facts]] = []
     for place in (folder, sibling(folder, "new"), sibling(folder, "old")):
         if place.exists():
             try:
-                good.append((place, read_facts(place)))
-            except (UserError, OSError, ValueError, KeyError) as error:
+                facts = read_facts(place)
+                check(facts)
+                good.append((place, facts))
+            except (UserError, OSError) as error:
                 if place != sibling(folder, "new"):  # that one was merely being written
                     torn.append(f"{place.name} ({error})")
     if not good:
         if torn:
-            raise UserError(f"no checkpoint in {folder.parent} is whole: {', '.join(torn)}; start again in a new --out")
+            why = ", ".join(torn)
+            raise UserError(f"no checkpoint in {folder.parent} is complete: {why}; start again in a new --out")
         return None
     place, facts = max(good, key=lambda found: found[1].step)
     return Found(place, facts, tuple(torn))
 
 
 def read_facts(folder: Path) -> Facts:
-    """What a checkpoint says, if every file is as it was written."""
-    said = json.loads((folder / FACTS).read_text())
-    for name, expected in said["sha256"].items():
-        if not (folder / name).exists():
+    """What a checkpoint says, if every file is as it was written; raises UserError or OSError."""
+    about = read_json(folder / FACTS)
+    if about.pop("digest", None) != digest(about):
+        raise UserError(f"{FACTS} is not as it was written")
+    table = about.get("sha256")
+    if not isinstance(table, dict) or not {TENSORS, METADATA} & set(table):
+        raise UserError(f"{FACTS} lists no tensors")
+    for name, expected in table.items():
+        path = folder / name
+        if Path(name).name != name or path.is_symlink():
+            raise UserError(f"{FACTS} names {name[:100]!r}, which is not in its folder")
+        if not path.is_file():
             raise UserError(f"{name} is missing")
-        if sha256(folder / name) != expected:
+        if sha256(path) != expected:
             raise UserError(f"{name} is torn")
-    return Facts(said["step"], said["log_bytes"], said["micro"], said["best"], said["world"])
+    missing = [f.name for f in fields(Facts) if f.name not in about and f.default is MISSING]
+    if missing:
+        raise UserError(f"{FACTS} lacks {', '.join(missing)}")
+    return Facts(**{f.name: about[f.name] for f in fields(Facts) if f.name in about})
 
 
 def tidy(folder: Path, used: Path) -> None:
     """After a crash: what was used becomes `folder`, and no torn one is left to be taken for the spare."""
-    if used != folder:
-        shutil.rmtree(folder, ignore_errors=True)
-        used.rename(folder)
-    shutil.rmtree(sibling(folder, "new"), ignore_errors=True)
+    with disk_errors(folder):
+        if used != folder:
+            if folder.exists():
+                shutil.rmtree(folder)
+            used.rename(folder)
+        shutil.rmtree(sibling(folder, "new"), ignore_errors=True)
 
 
 def load(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / TENSORS)
+    try:
+        return load_file(folder / TENSORS)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder / TENSORS} cannot be read: {brief(error)}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of a run's folder, which may be anybody's: no link, no number beyond reason."""
     try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} cannot be read ({error}); start again in a new --out") from error
+        if path.is_symlink() or not path.is_file():
+            raise UserError(f"{path} is no file of its own")
+        found = files.read_json(path)
+        if largest(found) >= 2**63:
+            raise UserError(f"{path} has a number beyond 2^63")
+        return found
+    except (UserError, OSError, RecursionError) as error:
+        raise UserError(f"{path.name} cannot be used: {brief(error)}") from None
+
+
+def check_own_files(out: Path) -> None:
+    """A run's folder holds its own files: a link in it would let its maker choose what is read and overwritten here."""
+    for folder in (out, out / "checkpoints", *(out / "checkpoints" / name for name in NAMES)):
+        entries = sorted(folder.iterdir()) if folder.is_dir() else []
+        strange = next((p for p in entries if p.is_symlink() or not (p.is_file() or p.is_dir())), None)
+        if strange is not None:
+            raise UserError(f"{strange} is a link or no plain file; put the file itself there, or remove it")

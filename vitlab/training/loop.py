@@ -22,27 +22,28 @@ from torch import Tensor, nn
 from vitlab.config import Stopped, UserError, ViTConfig
 from vitlab.cost import cost
 from vitlab.data.draws import keys
-from vitlab.data.loader import Batch, EvalLoader, TrainLoader
+from vitlab.data.loader import Batch
 from vitlab.data.sources import Data
-from vitlab.device import has_bf16, pick_workers, sound_kernels
+from vitlab.device import has_bf16, sound_kernels
 from vitlab.models.variants import build
 from vitlab.models.vit import ViT
 from vitlab.training import checkpoint, sharded
 from vitlab.training.checkpoint import Facts
 from vitlab.training.graph import Recorded
+from vitlab.training.lock import locked
 from vitlab.training.masked import MaskedPatches, PredictPatches
 from vitlab.training.measure import blank, measure
+from vitlab.training.memory import memory_errors, out_of_memory
 from vitlab.training.objectives import Classify, Goal, sigmoid_loss, softmax_loss
 from vitlab.training.optim import Average, clip, learning_rate, make_optimiser, set_rate
 from vitlab.training.parallel import Cluster, gradients, joined, restarted, whole, wrap
-from vitlab.training.progress import Bar, Board, Log, last_report, peak
+from vitlab.training.progress import Bar, Board, Log, last_report, peak, warn
 from vitlab.training.recipe import Recipe
-from vitlab.training.signals import listening, threads
-from vitlab.training.start import Plan, divisors, fit_micro, free_bytes, last, make_plan
+from vitlab.training.signals import Interrupted, Signals, stoppable, threads
+from vitlab.training.start import Plan, choose_micro, divisors, last, make_loaders, make_plan
 from vitlab.weights import save
 
 LOG = "log.jsonl"
-MOST_TESTED = 256 * 224 * 224  # pixels of a test batch
 
 
 @dataclass(frozen=True)
@@ -52,29 +53,44 @@ class Outcome:
     folder: Path
     report: dict[str, float]
     seconds: float
-    first: bool = True  # of the run's processes
+    first: bool  # of the run's processes
+    data: Data  # it was trained and tested on
 
 
 def train(
-    recipe: Recipe, out: str | Path, *, resume: bool = False, console: Console | None = None, data: Data | None = None
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    accept_data_changes: bool = False,
+    console: Console | None = None,
+    data: Data | None = None,
 ) -> Outcome:
     """Run a recipe in the folder `out`; with `resume`, go on where it stopped."""
-    began = time.monotonic()
-    with joined(recipe.device) as cluster, threads(recipe.threads):
-        plan = make_plan(recipe, Path(out), cluster, resume=resume or restarted(), data=data)
+    began, out, resume = time.monotonic(), Path(out), resume or restarted()
+    with (
+        stoppable("stopped before the next step was done; the same command with --resume goes on") as signals,
+        memory_errors("training", "set a smaller micro, batch, image_size or model, or recompute=true"),
+        joined(recipe.device) as cluster,
+        locked(out, cluster),
+        threads(recipe.threads),
+    ):
+        plan = make_plan(recipe, out, cluster, resume=resume, data=data, accept=accept_data_changes)
         with sound_kernels(cluster.device, plan.config.length):
-            run = Run(plan, cluster, console or Console())
+            run = Run(plan, cluster, console or Console(), signals)
             try:
                 run.go()
             finally:
                 run.close()
-        return Outcome(plan.out, run.report, time.monotonic() - began, cluster.first)
+        if signals.number:  # during the last step or after it
+            raise Stopped(signals.number, f"stopped; the run in {out} is complete, `vitlab report {out}` describes it")
+        return Outcome(out, run.report, time.monotonic() - began, cluster.first, plan.data)
 
 
 class Run:
-    def __init__(self, plan: Plan, cluster: Cluster, console: Console) -> None:
+    def __init__(self, plan: Plan, cluster: Cluster, console: Console, signals: Signals | None = None) -> None:
         r = plan.recipe
-        self.plan, self.recipe, self.cluster = plan, r, cluster
+        self.plan, self.recipe, self.cluster, self.signals = plan, r, cluster, signals or Signals()
         self.steps = r.steps or 0
         self.bf16 = r.precision == "bfloat16" or (r.precision == "auto" and has_bf16(cluster.device))
         self.dtype = torch.float64 if r.precision == "float64" else torch.float32
@@ -94,14 +110,16 @@ class Run:
         self.saver = sharded.Saver(cluster) if self.sharded else None
         self.flops = 0
         facts = self.take_up()
-        self.done, self.best, self.micro = facts.step, facts.best, facts.micro
+        self.done, self.best, self.micro, self.tested = facts.step, facts.best, facts.micro, facts.tested
+        self.changing = False  # whether weights are being changed right now
         self.bar = Bar(console, self.steps, self.done, shown=cluster.first)
-        self.log = Log(plan.out / LOG, facts.log_bytes) if cluster.first else None
-        self.board = Board(plan.out / "tensorboard", self.done) if cluster.first and r.tensorboard else None
+        with checkpoint.disk_errors(plan.out):
+            self.log = Log(plan.out / LOG, facts.log_bytes) if cluster.first else None
+            self.board = Board(plan.out / "tensorboard", self.done) if cluster.first and r.tensorboard else None
         self.window: list[tuple[int, Tensor, Tensor]] = []  # steps not yet logged: their losses stay on the device
         self.report: dict[str, float] = {}
         self.clock = time.monotonic()
-        self.loader, self.tester = self.make_loaders()
+        self.loader, self.tester = make_loaders(plan, cluster, self.micro)
         self.batches = self.stream(self.done)
 
     # ---- getting ready
@@ -123,8 +141,10 @@ class Run:
     def take_up(self) -> Facts:
         """The state to continue from; at the very beginning, the micro-batch is chosen."""
         found = self.plan.found
+        if found is None or found.facts.world != self.cluster.world:  # another share of the batch
+            micro = choose_micro(self.plan, self.cluster, self.core, bf16=self.bf16)
         if found is None:
-            return Facts(step=0, log_bytes=0, micro=self.choose_micro(), best=None)
+            return Facts(step=0, log_bytes=0, micro=micro, best=None)
         for torn in found.torn:
             self.warn(f"passed over the checkpoint {torn}")
         pieces = sharded.in_pieces(found.folder)  # whatever this run writes itself
@@ -133,55 +153,11 @@ class Run:
         self.cluster.barrier()
         if self.cluster.first:
             checkpoint.tidy(last(self.plan.out), found.folder)
-        if found.facts.world != self.cluster.world:  # another share of the batch, so another micro-batch
-            return dataclasses.replace(found.facts, micro=self.choose_micro())
-        return found.facts
+        return found.facts if found.facts.world == self.cluster.world else dataclasses.replace(found.facts, micro=micro)
 
     @property
     def sharded(self) -> bool:
         return self.module is self.core and self.cluster.world > 1
-
-    def choose_micro(self) -> int:
-        share = self.recipe.batch // self.cluster.world
-        if self.recipe.micro is not None:
-            if share % self.recipe.micro:
-                near = min(divisors(share), key=lambda d: abs(d - (self.recipe.micro or 0)))
-                raise UserError(f"micro={self.recipe.micro} does not divide a process's batch of {share}; {near} does")
-            return self.recipe.micro
-        image = cost(lambda: build(self.plan.config)).activation_bytes * (1 if self.bf16 else 2)
-        state = 16 * sum(p.numel() for p in self.core.parameters())  # gradient, two moments and an average, float32
-        return fit_micro(share, image, state, free_bytes(self.cluster.device))
-
-    def make_loaders(self) -> tuple[TrainLoader, EvalLoader]:
-        p, r, c = self.plan, self.recipe, self.cluster
-        workers = pick_workers(c.device) if r.workers is None else r.workers
-        h, w = p.config.image_size
-        train = TrainLoader(
-            p.data.train,
-            p.config.image_size,
-            r.augment,
-            p.preprocess,
-            batch=self.micro * c.world,
-            seed=r.seed,
-            workers=workers,
-            device=c.device,
-            rank=c.rank,
-            world=c.world,
-            resident=r.resident,
-            broken_limit=r.broken_limit,
-        )
-        test = EvalLoader(
-            p.data.test,
-            p.config.image_size,
-            p.preprocess,
-            batch=min(2 * self.micro, max(256, MOST_TESTED // (h * w))),  # without gradients, twice as many fit
-            workers=workers,
-            device=c.device,
-            rank=c.rank,
-            world=c.world,
-            resident=r.resident,
-        )
-        return train, test
 
     def stream(self, step: int) -> Iterator[Batch]:
         """Micro-batches of this process, from a step on."""
@@ -199,14 +175,19 @@ class Run:
     # ---- going
 
     def go(self) -> None:
-        r = self.recipe
-        with listening() as asked, self.bar:
-            for step in range(self.done, self.steps):
-                self.step(step)
+        """Signals wait for the end of a step, except the first: it may compile for minutes and has nothing to save."""
+        r, first = self.recipe, self.done
+        with self.signals.later(), self.bar:
+            if not self.tested:
+                self.evaluate()
+                self.save(wait=True)
+            for step in range(first, self.steps):
+                with self.signals.now() if step == first else nullcontext():
+                    self.step(step)
                 if self.saver is not None:
                     self.saver.check()
                 self.done = done = step + 1
-                stop = self.agreed(asked, done)
+                stop = self.agreed(done)
                 end = done == self.steps
                 if end or stop or done % r.log_every == 0:
                     self.flush()
@@ -215,17 +196,20 @@ class Run:
                 if end or stop or done % r.checkpoint_every == 0:
                     self.save(wait=bool(end or stop))
                 if stop and not end:
-                    raise Stopped(stop, f"stopped at step {done} of {self.steps}, saved; continue with --resume")
+                    raise self.stopped(stop)
             self.finish()
 
-    def agreed(self, asked: list[int], done: int) -> int:
+    def stopped(self, number: int) -> Stopped:
+        return Stopped(number, f"stopped at step {self.done} of {self.steps}, saved; continue with --resume")
+
+    def agreed(self, done: int) -> int:
         """The signal to stop by, if any; many processes ask each other now and then, to stop at the same step."""
         if self.cluster.world == 1:
-            return asked[-1] if asked else 0
+            return self.signals.number
         if done % self.recipe.log_every:
             return 0
         numbers = torch.zeros(self.cluster.world, dtype=torch.long)
-        numbers[self.cluster.rank] = asked[-1] if asked else 0
+        numbers[self.cluster.rank] = self.signals.number
         return int(self.cluster.sum(numbers).max())
 
     def step(self, step: int) -> None:
@@ -234,7 +218,9 @@ class Run:
             try:
                 loss, norm = self.replay(step) if self.recordable else (self.backward(step), self.move())
                 break
-            except torch.OutOfMemoryError as error:
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
                 self.shrink(step, error)
         if self.average is not None:
             self.average.update(step)
@@ -280,20 +266,23 @@ class Run:
     def move(self) -> Tensor:
         """Change the weights; the norm of the gradient, before it was clipped."""
         norm = clip(self.core.parameters(), self.recipe.clip)
+        self.changing = True
         self.optimiser.step()
+        self.changing = False
         self.optimiser.zero_grad()
         return norm
 
     def shrink(self, step: int, error: Exception) -> None:
         """Out of memory: a smaller micro-batch, and the step again from its beginning."""
         smaller = [d for d in divisors(self.micro) if d < self.micro]
-        if not smaller or self.cluster.world > 1:
+        if not smaller or self.cluster.world > 1 or self.changing:  # half-changed weights cannot take the step again
             raise UserError(
                 f"out of memory with micro-batches of {self.micro} images; set micro={smaller[0] if smaller else 1}, "
                 "recompute=true, or a smaller image_size or model"
             ) from error
         self.warn(f"out of memory with micro-batches of {self.micro} images; going on with {smaller[0]}")
         self.micro = smaller[0]
+        self.recorded = None
         self.optimiser.zero_grad()
         torch.cuda.empty_cache()
         self.batches = self.stream(step)
@@ -303,7 +292,7 @@ class Run:
 
     def warn(self, line: str) -> None:
         if self.cluster.first:
-            Console(stderr=True).print(f"warning: {line}", highlight=False, markup=False)
+            warn(line)
 
     # ---- keeping records
 
@@ -351,16 +340,29 @@ class Run:
             with checkpoint.disk_errors(self.plan.out / LOG):
                 self.log.write(record)
         if self.board is not None and "step" in record:
-            self.board.write(record)
+            with checkpoint.disk_errors(self.plan.out / "tensorboard"):
+                self.board.write(record)
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Every test image exactly once, with the raw weights and with the averaged ones."""
+        """Every test image exactly once, with the raw weights and with the averaged ones.
+
+        A signal does not wait for it: the run is saved as it is, and the test is the first thing a continuation does.
+        Many processes are in step with each other here, and go on to the end.
+        """
         self.flush()  # the log is in the order of steps, wherever a run was cut
-        record: dict[str, Any] = {"step": self.done, "test": self.measure()}
-        if self.average is not None:
-            with self.average.applied():
-                record["ema"] = self.measure()
+        record: dict[str, Any] = {"step": self.done}
+        try:
+            with self.signals.now() if self.cluster.world == 1 else nullcontext():
+                record["test"] = self.measure()
+                if self.average is not None:
+                    with self.average.applied():
+                        record["ema"] = self.measure()
+        except Interrupted:
+            self.tested = False
+            self.save(wait=True)
+            raise self.stopped(self.signals.number) from None
+        self.tested = True
         self.write(record)
         self.report = record.get("ema", record["test"])
         self.bar.update(self.done, accuracy=f"{self.report['accuracy']:.2%}")
@@ -389,8 +391,9 @@ class Run:
         """checkpoints/last: all that is needed to go on. Sharded runs go on while it is written, unless they end."""
         self.flush()
         state = checkpoint.state_of(self.core, self.optimiser, self.average)
-        length = self.log.flush() if self.log is not None else 0
-        facts = Facts(self.done, length, self.micro, self.best, self.cluster.world)
+        with checkpoint.disk_errors(self.plan.out / LOG):
+            length = self.log.flush() if self.log is not None else 0
+        facts = Facts(self.done, length, self.micro, self.best, self.cluster.world, self.tested)
         if self.saver is not None:
             self.saver.save(last(self.plan.out), state, facts)
             if wait:
@@ -435,9 +438,10 @@ class Run:
         self.cluster.barrier()
 
     def close(self) -> None:
-        for record in (self.log, self.board):
-            if record is not None:
-                record.close()
+        with checkpoint.disk_errors(self.plan.out):
+            for record in (self.log, self.board):
+                if record is not None:
+                    record.close()
 
 
 def draw_seed(*parts: int) -> int:

@@ -38,18 +38,27 @@ def peak(device: torch.device) -> float | None:
     return next((speed for key, speed in PEAKS.items() if key in name), None)
 
 
+def warn(line: str) -> None:
+    Console(stderr=True).print(f"warning: {line}", highlight=False, markup=False, soft_wrap=True)
+
+
 class Log:
     """log.jsonl: one record a line. Opened at the length a checkpoint remembers, it loses what came after."""
 
     def __init__(self, path: Path, length: int) -> None:
-        path.touch()
-        self.file = path.open("r+b")
-        self.file.truncate(length)
+        # unbuffered: whoever follows the log sees every line at once, and on a full disk nothing is left to close
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        self.file = os.fdopen(number, "r+b", buffering=0)
+        there = os.fstat(self.file.fileno()).st_size
+        if there < length:
+            warn(f"{path} is {length - there} bytes shorter than its checkpoint says; some records are lost")
+        self.file.truncate(min(there, length))
         self.file.seek(0, 2)
 
     def write(self, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(record).encode() + b"\n")
-        self.file.flush()  # whoever follows the log sees every line at once
+        line = json.dumps(record).encode() + b"\n"
+        while line:  # a disk that fills up takes a part
+            line = line[self.file.write(line) :]
 
     def flush(self) -> int:
         """Everything on disk, before a checkpoint speaks of it; the length so far."""
@@ -126,7 +135,43 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
 
 
+# ---- reading the log, which may be anybody's
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The records, of which `number` and `part` take what they need."""
+    records = []
+    try:
+        with path.open("rb") as file:
+            for count, line in enumerate(file, 1):
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise ValueError(f"line {count} is no object")
+                records.append(record)
+    except json.JSONDecodeError:
+        raise UserError(f"line {len(records) + 1} of {path} is no JSON; remove it, or restore the file") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({error}), so there is no course of the run to show") from None
+    return records
+
+
+def part(record: dict[str, Any], key: str) -> dict[str, Any]:
+    """A record inside a record."""
+    value = record.get(key)
+    if not isinstance(value, dict):
+        raise UserError(f"the log has a record whose '{key}' is no object; restore the file")
+    return value
+
+
+def number(record: dict[str, Any], key: str) -> float:
+    """A number of a record: finite, and no larger than anything a run counts."""
+    value = record.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e18:
+        raise UserError(f"the log has a record whose '{key}' is missing or no sensible number; restore the file")
+    return value
+
+
 def last_report(log: Path) -> dict[str, float]:
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    tests = [record for record in records if "test" in record]
-    return dict(tests[-1].get("ema", tests[-1]["test"])) if tests else {}
+    tests = [record for record in read_log(log) if "test" in record]
+    found = part(tests[-1], "ema" if "ema" in tests[-1] else "test") if tests else {}
+    return {key: float(value) for key, value in found.items() if isinstance(value, float)}

@@ -35,6 +35,7 @@ MODEL_KEYS = (
     *("depth", "width", "mlp", "heads", "pool", "prelogits", "positions", "placement", "attention"),
     *("gelu", "dropout", "drop_path"),
 )
+MOST = {"batch": 10_000_000, "steps": 10**12, "epochs": 10**9, "warmup": 10**12, "workers": 1_024, "threads": 1_024}
 # What may change between a run and its continuation: it is the same run, on another machine to another rounding.
 LOOSE = ("workers", "device", "parallel", "checkpoint_every", "log_every", "tensorboard", "data")
 
@@ -72,6 +73,7 @@ class Recipe:
     preprocess: Preprocess | None = None  # none: the weights' own, or [-1, 1]
     resident: bool | None = None  # hold the set in the device's memory; none: where it fits
     broken_limit: float = BROKEN_LIMIT  # share of broken images passed over before the run gives up
+    hash_data: bool = False  # --resume compares the images' content too, not only their names, sizes and labels
 
     # length, by epochs or by steps
     epochs: float | None = None
@@ -118,6 +120,9 @@ class Recipe:
         for name in ("steps", "micro", "evaluate_every", "threads"):
             if getattr(self, name) is not None:
                 at_least(self, name, 1)
+        for name, most in MOST.items():
+            if (getattr(self, name) or 0) > most:
+                raise UserError(f"{name} must be at most {most:,}, not {getattr(self, name)}")
         for name in ("lr", "weight_decay", "clip"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise UserError(f"{name} must be a number from 0 up, not {getattr(self, name)}")

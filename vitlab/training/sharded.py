@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from vitlab.config import UserError
 from vitlab.training import checkpoint
-from vitlab.training.checkpoint import Facts, disk_errors, seal, sibling
+from vitlab.training.checkpoint import METADATA, Facts, disk_errors, seal, sibling
 from vitlab.training.parallel import Cluster
+from vitlab.weights.files import brief
 
-METADATA = ".metadata"
 ADMITTED = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
@@ -58,9 +58,16 @@ class Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    with (folder / METADATA).open("rb") as file:
-        metadata = Unpickler(file).load()
-    if not isinstance(metadata, Metadata):
+    try:
+        with (folder / METADATA).open("rb") as file:
+            metadata = Unpickler(file).load()
+        # files outside the folder are not this checkpoint's
+        inside = all(Path(info.relative_path).name == info.relative_path for info in metadata.storage_data.values())
+    except UserError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise UserError(f"{folder / METADATA} is damaged: {brief(error)}") from None
+    if not isinstance(metadata, Metadata) or not inside:
         raise UserError(f"{folder / METADATA} is not the metadata of a checkpoint")
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):  # anything else would be unpickled too
@@ -125,8 +132,14 @@ def load(folder: Path, module: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for key, entry in read_metadata(folder).state_dict_metadata.items():
         part, _, name = key.partition("/")
-        like = own[name] if part == "model" else parameters[name.rpartition("/")[0] if part == "optimiser" else name]
+        home = own if part == "model" else parameters
+        like = home.get(name.rpartition("/")[0] if part == "optimiser" else name)
+        if like is None:
+            raise UserError(f"the checkpoint's tensor '{key[:100]}' does not belong to this run's model")
         scalar = isinstance(entry, TensorStorageMetadata) and not entry.size
         state[key] = torch.zeros(()) if scalar else torch.zeros_like(like)
-    load_pieces(dict(state), storage_reader=Reader(folder))
+    try:
+        load_pieces(dict(state), storage_reader=Reader(folder))
+    except CheckpointException as error:
+        raise UserError(f"the pieces in {folder} do not make up this run's model: {brief(error)}") from None
     return state

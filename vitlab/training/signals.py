@@ -5,17 +5,73 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
+from vitlab.config import Stopped
 
 
 @contextmanager
 def threads(number: int | None) -> Iterator[None]:
+    import torch  # here: verbs listen to signals before they import what is heavy
+
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal that stops work at once; like its parent, no `except Exception` on its way keeps it."""
+
+
+class Signals:
+    """SIGINT and SIGTERM: they stop the work at once, except inside `later`, where the first one is noted."""
+
+    def __init__(self) -> None:
+        self.number = 0  # of the last one, if any came
+        self.waits = False
+
+    def hear(self, number: int, frame: object) -> None:
+        again, self.number = self.number != 0, number
+        if again or not self.waits:
+            raise Interrupted
+
+    @contextmanager
+    def later(self) -> Iterator[None]:
+        """Work that finishes what it has begun, and looks at `number` then."""
+        before, self.waits = self.waits, True
+        try:
+            yield
+        finally:
+            self.waits = before
+
+    @contextmanager
+    def now(self) -> Iterator[None]:
+        """Inside `later`, work that can be dropped; a signal that waited is heard here."""
+        before, self.waits = self.waits, False
+        try:
+            if self.number:
+                raise Interrupted
+            yield
+        finally:
+            self.waits = before
+
+
+@contextmanager
+def stoppable(message: str) -> Iterator[Signals]:
+    """Work that SIGINT and SIGTERM end with this sentence."""
+    signals = Signals()
+    if threading.current_thread() is not threading.main_thread():
+        yield signals  # Python delivers signals to the main thread alone
+        return
+    before = {number: signal.signal(number, signals.hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield signals
+    except KeyboardInterrupt:
+        raise Stopped(signals.number or signal.SIGINT, message) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

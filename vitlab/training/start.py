@@ -1,28 +1,35 @@
-"""Before the first step: a new run folder or one to continue, the data, the model, the micro-batch."""
+"""Before the first step: a new run folder or one to continue, the data, the model, the loaders, the micro-batch."""
 
 import dataclasses
 import json
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import nn
 
-from vitlab.config import ModelConfig, Preprocess, ResNetConfig, UserError, from_json, to_json
+from vitlab.config import ModelConfig, Preprocess, ResNetConfig, UserError, checked, from_json, to_json
+from vitlab.cost import cost
+from vitlab.data.loader import EvalLoader, TrainLoader
 from vitlab.data.sources import Data, open_data
+from vitlab.device import pick_workers
 from vitlab.models.variants import Model, build, configure
-from vitlab.training import checkpoint
-from vitlab.training.checkpoint import Found
+from vitlab.training import checkpoint, manifest
+from vitlab.training.checkpoint import Facts, Found
+from vitlab.training.known import remember, vet_data, vet_weights
 from vitlab.training.objectives import start_sigmoid
 from vitlab.training.parallel import Cluster
-from vitlab.training.recipe import MODEL_KEYS, Recipe, difference, resolved
+from vitlab.training.recipe import MODEL_KEYS, Recipe, difference, override, resolved
 from vitlab.weights import load, preprocess_of
-from vitlab.weights.files import flush
+from vitlab.weights.assemble import blank
+from vitlab.weights.files import brief, flush
 from vitlab.weights.store import model_config, model_json
 
 RECIPE = "recipe.json"
-MANY = 1_000_000  # tensors: our own file is not suspected of layers that are not there
+MOST_LAYERS = 1_000
+MOST_TESTED = 256 * 224 * 224  # pixels of a test batch
 
 
 @dataclass(frozen=True)
@@ -45,40 +52,120 @@ def last(out: Path) -> Path:
     return out / "checkpoints" / "last"
 
 
-def stored_recipe(out: Path) -> Recipe | None:
-    """The recipe of the run in a folder, if there is one."""
-    if not (out / RECIPE).exists():
+@dataclass(frozen=True)
+class Stored:
+    """What a run's recipe.json says, checked: it may be anybody's."""
+
+    recipe: Recipe
+    model: ModelConfig
+    preprocess: Preprocess
+    labels: tuple[str, ...]
+    images: int
+
+
+def read_run(out: Path) -> Stored | None:
+    """The run in a folder, if there is one."""
+    path = out / RECIPE
+    if not os.path.lexists(path):
         return None
-    return from_json(Recipe, checkpoint.read_json(out / RECIPE)["recipe"])
+    try:
+        about = checkpoint.read_json(path)
+        parts = {key: checked(about.get(key), dict, key) for key in ("recipe", "model", "preprocess")}
+        images = checked(about.get("images"), int, "images")
+        return Stored(
+            from_json(Recipe, parts["recipe"]),
+            model_config(parts["model"], tensors=MOST_LAYERS),
+            from_json(Preprocess, parts["preprocess"]),
+            checked(about.get("labels"), tuple[str, ...], "labels"),
+            max(0, images),
+        )
+    except UserError as error:
+        raise UserError(f"{path} is not the recipe of a run: {brief(error)}; start again in a new --out") from None
 
 
-def make_plan(recipe: Recipe, out: Path, cluster: Cluster, *, resume: bool, data: Data | None = None) -> Plan:
-    """Begin a run in `out`, or take up the one that is there."""
+def stored_recipe(out: Path) -> Recipe | None:
+    stored = read_run(out)
+    return None if stored is None else stored.recipe
+
+
+def continued_recipe(out: Path, pairs: list[str]) -> Recipe | None:
+    """The recipe to continue the run in a folder by. Data and weights that it names must be this user's own words,
+    now (`pairs`) or when the run began."""
     stored = stored_recipe(out)
+    if stored is None:
+        return None
+    recipe, given = override(stored, pairs), {pair.partition("=")[0] for pair in pairs}
+    if "data" not in given:
+        vet_data(stored.data, out / RECIPE, f"vitlab train --out {shlex.quote(str(out))} --resume data=")
+    if recipe.weights is not None and "weights" not in given and not any((out / "checkpoints").glob("last*")):
+        vet_weights(recipe.weights, out / RECIPE)
+    return recipe
+
+
+def make_plan(
+    recipe: Recipe,
+    out: Path,
+    cluster: Cluster,
+    *,
+    resume: bool,
+    data: Data | None = None,
+    accept: bool = False,
+    lasting: bool = True,
+) -> Plan:
+    """Begin a run in `out`, or take up the one that is there; with `accept`, on data that has changed since.
+
+    What is not `lasting` is a trial, of which neither the data nor the recipe need be known later.
+    """
+    stored = read_run(out)
     cluster.barrier()  # all have looked before the first process writes
     if stored is not None and not resume:
         raise UserError(f"{out} holds a run already; continue it with --resume, or choose another --out")
     data = data or open_data(
         recipe.data, seed=recipe.seed, subset=recipe.subset, per_class=recipe.per_class, holdout=recipe.holdout
     )
-    recipe = resolved(recipe, len(data.train), len(data.test), cluster.world)
-    found = checkpoint.find(last(out)) if stored is not None else None
     if stored is not None:
-        if (key := difference(recipe, stored)) is not None:
+        checkpoint.check_own_files(out)
+        check_same_classes(stored, data, out)
+        cluster.agree(lambda: manifest.check_data(out, data, hashed=recipe.hash_data, accept=accept))
+    recipe = resolved(recipe, len(data.train), len(data.test), cluster.world)
+    if stored is not None:
+        if (key := difference(recipe, stored.recipe)) is not None:
             raise UserError(
                 f"the run in {out} has another {key}; continue it with its own settings, or use a new --out"
             )
-        facts = checkpoint.read_json(out / RECIPE)
-        check_same_data(facts, data, out)
+        found = checkpoint.find(last(out), lambda facts: check_facts(facts, recipe))
         if found is not None:
-            config = model_config(facts["model"], tensors=MANY)
-            return Plan(out, recipe, data, config, from_json(Preprocess, facts["preprocess"]), found, None)
+            check_size(stored.model, found.folder)
+            return Plan(out, recipe, data, stored.model, stored.preprocess, found, None)
     model, preprocess = start_model(recipe, data)
     plan = Plan(out, recipe, data, model.config, preprocess, None, model)
-    if cluster.first:
-        write_recipe(plan)
-    cluster.barrier()
+    cluster.agree(lambda: begin(plan, fresh=stored is None, lasting=lasting))
     return plan
+
+
+def begin(plan: Plan, *, fresh: bool, lasting: bool) -> None:
+    """The folder of a run before its first step."""
+    write_recipe(plan)
+    if lasting:
+        remember(plan.out / RECIPE)
+    if lasting and fresh:
+        manifest.write(plan.out, manifest.listing(plan.data, plan.recipe.hash_data))
+
+
+def check_facts(facts: Facts, recipe: Recipe) -> None:
+    """What a checkpoint says can be so in this run."""
+    if facts.step > (recipe.steps or 0):
+        raise UserError(f"step {facts.step} of a run of {recipe.steps}")
+    if recipe.batch % (facts.world * facts.micro):
+        raise UserError(f"{facts.world} processes with micro-batches of {facts.micro} do not make up {recipe.batch}")
+
+
+def check_size(config: ModelConfig, folder: Path) -> None:
+    """A checkpoint holds its model, so a model that is larger than the file is not built at all."""
+    need = sum(p.numel() * 2 for p in blank(config).state_dict().values())  # bytes, at the very least
+    have = sum(path.stat().st_size for path in folder.iterdir())
+    if need > have:
+        raise UserError(f"{folder} has {have:,} bytes, too few for the model that {RECIPE} describes; use a new --out")
 
 
 def start_model(recipe: Recipe, data: Data) -> tuple[Model, Preprocess]:
@@ -112,7 +199,7 @@ def with_rates(model: Model, recipe: Recipe) -> Model:
 
 
 def write_recipe(plan: Plan) -> None:
-    """recipe.json, whole or not at all: the settings as they were resolved, and what the model is."""
+    """recipe.json, complete or not at all: the settings as they were resolved, and what the model is."""
     said = {
         "format": "vitlab/1",
         "recipe": to_json(plan.recipe),
@@ -129,15 +216,61 @@ def write_recipe(plan: Plan) -> None:
         new.rename(plan.out / RECIPE)
 
 
-def check_same_data(facts: dict[str, Any], data: Data, out: Path) -> None:
-    if facts["images"] != len(data.train) or facts["labels"] != list(data.classes):
+def check_same_classes(stored: Stored, data: Data, out: Path) -> None:
+    if stored.labels != tuple(data.classes):
         raise UserError(
-            f"the run in {out} trains on {facts['images']} images of {len(facts['labels'])} classes, and {data.name} "
-            f"has {len(data.train)} of {len(data.classes)} now, or other names; continue with the same data"
+            f"the run in {out} knows {len(stored.labels)} classes, and {data.name} has {len(data.classes)}, or other "
+            "names for them; continue with the same data"
         )
 
 
+def make_loaders(plan: Plan, cluster: Cluster, micro: int) -> tuple[TrainLoader, EvalLoader]:
+    """Training images in micro-batches, and test images."""
+    r, c = plan.recipe, cluster
+    workers = pick_workers(c.device) if r.workers is None else r.workers
+    h, w = plan.config.image_size
+    train = TrainLoader(
+        plan.data.train,
+        plan.config.image_size,
+        r.augment,
+        plan.preprocess,
+        batch=micro * c.world,
+        seed=r.seed,
+        workers=workers,
+        device=c.device,
+        rank=c.rank,
+        world=c.world,
+        resident=r.resident,
+        broken_limit=r.broken_limit,
+    )
+    test = EvalLoader(
+        plan.data.test,
+        plan.config.image_size,
+        plan.preprocess,
+        batch=min(2 * micro, max(256, MOST_TESTED // (h * w))),  # without gradients, twice as many fit
+        workers=workers,
+        device=c.device,
+        rank=c.rank,
+        world=c.world,
+        resident=r.resident,
+    )
+    return train, test
+
+
 # ---- the micro-batch: as much as memory carries
+
+
+def choose_micro(plan: Plan, cluster: Cluster, core: nn.Module, *, bf16: bool) -> int:
+    """Images of a process at a time: the user's choice, else what its memory carries."""
+    micro, share = plan.recipe.micro, plan.recipe.batch // cluster.world
+    if micro is not None:
+        if share % micro:
+            near = min(divisors(share), key=lambda d: abs(d - micro))
+            raise UserError(f"micro={micro} does not divide a process's batch of {share}; {near} does")
+        return micro
+    image = cost(lambda: build(plan.config)).activation_bytes * (1 if bf16 else 2)
+    state = 16 * sum(p.numel() for p in core.parameters())  # gradient, two moments and an average, float32
+    return fit_micro(share, image, state, free_bytes(cluster.device))
 
 
 def free_bytes(device: torch.device) -> int:

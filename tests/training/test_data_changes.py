@@ -1,0 +1,176 @@
+"""A continuation notices that its data has changed, says which files, and goes on only if asked to."""
+
+import gzip
+import io
+import shutil
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_runs import go, records
+from test_received import photos
+from test_resume import killed_at
+
+from vitlab.config import UserError
+from vitlab.data.folder import Files
+from vitlab.data.sources import Data, open_data
+from vitlab.training import manifest
+
+Command = Callable[..., tuple[int, str, str]]
+SETTINGS: dict[str, Any] = {"steps": 8, "batch": 4, "micro": 4, "warmup": 0, "checkpoint_every": 2}
+
+
+@pytest.fixture
+def cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with photos of three splits and a run that was killed at its fifth step."""
+    for split in ("train", "val", "test"):
+        photos(tmp_path / "photos" / split)
+    with killed_at(4, monkeypatch):
+        resume(tmp_path, begin=True)
+    return tmp_path
+
+
+def resume(place: Path, *, begin: bool = False, **changes: Any) -> None:
+    go(place / "run", resume=not begin, **{"data": str(place / "photos"), **SETTINGS, **changes})
+
+
+def rename(folder: Path) -> None:
+    (folder / "train/class0/0.png").rename(folder / "train/class0/zero.png")
+
+
+def swap(folder: Path) -> None:
+    a, b = folder / "train/class0/0.png", folder / "train/class1/1.png"
+    content = a.read_bytes(), b.read_bytes()
+    a.write_bytes(content[1] + b"\0")  # of another size
+    b.write_bytes(content[0] + b"\0")
+
+
+def replace(folder: Path) -> None:
+    (folder / "test/class0/0.png").write_bytes((folder / "test/class0/0.png").read_bytes() + b"\0")
+
+
+def add(folder: Path) -> None:
+    shutil.copy(folder / "val/class0/0.png", folder / "val/class0/new.png")
+
+
+def relabel(folder: Path) -> None:
+    (folder / "train/class0/0.png").rename(folder / "train/class1/from0.png")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (rename, ["'train/class0/0.png' is gone", "'train/class0/zero.png' is new"]),
+        (swap, ["'train/class0/0.png' has ", "'train/class1/1.png' has "]),
+        (replace, ["'test/class0/0.png' has "]),
+        (add, ["'validation/class0/new.png' is new"]),
+        (relabel, ["'train/class0/0.png' is gone", "'train/class1/from0.png' is new"]),
+    ],
+)
+def test_a_change_is_named_and_refused(cut: Path, change: Callable[[Path], None], named: list[str]) -> None:
+    change(cut / "photos")
+    with pytest.raises(UserError, match="--accept-data-changes") as error:
+        resume(cut)
+    for words in named:
+        assert words in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_accepted_it_goes_on_and_is_the_new_measure(cut: Path, command: Command) -> None:
+    add(cut / "photos")
+    words = ("train", "--out", str(cut / "run"), "--resume")
+    assert command(*words)[0] == 1
+    code, _, printed = command(*words, "--accept-data-changes")
+    assert code == 0
+    assert "'validation/class0/new.png' is new" in printed.replace("\n", " ")
+    assert records(cut / "run")[-1]["step"] == 8
+    resume(cut)
+
+
+def test_ten_are_named_and_the_rest_counted(cut: Path) -> None:
+    for i in range(13):
+        shutil.copy(cut / "photos/train/class0/0.png", cut / f"photos/train/class0/more{i}.png")
+    with pytest.raises(UserError, match="and 3 more") as error:
+        resume(cut)
+    assert str(error.value).count("is new") == 10
+
+
+def test_photos_that_moved_are_the_same(cut: Path) -> None:
+    (cut / "photos").rename(cut / "elsewhere")
+    resume(cut, data=str(cut / "elsewhere"))
+    assert records(cut / "run")[-1]["step"] == 8
+
+
+def test_other_content_of_the_same_size_is_seen_by_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    photos(tmp_path / "photos")
+    with killed_at(4, monkeypatch):
+        resume(tmp_path, begin=True, hash_data=True)
+    path = tmp_path / "photos/class0/0.png"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(UserError, match=r"class0/0\.png' has other content"):
+        resume(tmp_path, hash_data=True)
+
+
+def test_a_damaged_list_is_a_sentence(cut: Path) -> None:
+    kept = cut / "run" / manifest.NAME
+    for content in (b"", b"junk", kept.read_bytes()[:40], gzip.compress(b"\xff\t\n\n\t\t\t\t\n")):
+        kept.write_bytes(content)
+        with pytest.raises(UserError, match="--accept-data-changes"):
+            resume(cut)
+
+
+def test_a_list_that_unpacks_to_no_end_is_not_unpacked(cut: Path) -> None:
+    bomb = io.BytesIO()
+    with gzip.open(bomb, "wb") as file:
+        for _ in range(300):
+            file.write(b"\0" * (1 << 20))
+    (cut / "run" / manifest.NAME).write_bytes(bomb.getvalue())
+    with pytest.raises(UserError, match="--accept-data-changes"):
+        resume(cut)
+
+
+def test_shards_are_listed_by_key_and_length(tmp_path: Path) -> None:
+    def shard(last: bytes) -> str:
+        with tarfile.open(tmp_path / "train-0.tar", "w") as tar:
+            for i in range(8):
+                content = (photos_bytes(i) + (last if i == 3 else b""), str(i % 2).encode())
+                for name, data in zip((f"{i}.png", f"{i}.cls"), content, strict=True):
+                    info = tarfile.TarInfo(name)
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+        return manifest.listing(open_data(str(tmp_path / "train-0.tar")), hashed=False)
+
+    before = shard(b"")
+    manifest.write(tmp_path, before)
+    assert manifest.differences(tmp_path, before) == []
+    changes = manifest.differences(tmp_path, shard(b"x")) or []
+    assert any("train-0.tar: 3' has " in change for change in changes)
+
+
+def photos_bytes(seed: int) -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.slow
+def test_many_images_stay_practical(tmp_path: Path) -> None:
+    """100,000 files: a list of less than 20 bytes each, made and compared in seconds."""
+    (tmp_path / "a").mkdir()
+    for i in range(1000):
+        (tmp_path / "a" / f"{i:06}.jpg").write_bytes(b"x" * (i % 97))
+    names = [f"a/{i % 1000:06}.jpg" for i in range(100_000)]
+    source = Files(tmp_path, names, [i % 2 for i in range(100_000)], ("a", "b"))
+    began = time.monotonic()
+    text = manifest.listing(Data("many", source, source), hashed=False)
+    manifest.write(tmp_path, text)
+    assert manifest.differences(tmp_path, text) == []
+    assert time.monotonic() - began < 20
+    assert (tmp_path / manifest.NAME).stat().st_size < 20 * 200_000

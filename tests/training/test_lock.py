@@ -1,0 +1,94 @@
+"""Two starts in one folder: the second is refused and says who is there; the lock ends with its process."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_runs import go
+from test_parallel import command
+from test_resume import VITLAB
+
+from vitlab.config import UserError
+from vitlab.training import lock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from vitlab.training.lock import held
+with held(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def hold(out: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(out)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_the_second_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    first = hold(out)
+    try:
+        host = re.escape(os.uname().nodename)
+        with pytest.raises(UserError, match=rf"in use by process {first.pid} on '{host}' since '20\d\d-"):
+            go(out)
+        assert not (out / "recipe.json").exists()
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    go(out, steps=4)  # nothing to clean up
+
+
+def test_one_process_does_not_train_twice_in_a_folder(tmp_path: Path) -> None:
+    with lock.held(tmp_path):
+        with pytest.raises(UserError, match="already"):
+            go(tmp_path)
+        words = [sys.executable, "-c", HOLD, str(tmp_path)]
+        other = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert f"in use by process {os.getpid()}" in other.stderr  # the attempt did not drop the lock
+    go(tmp_path, steps=4)
+
+
+def test_where_files_cannot_be_locked_there_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import errno
+    import fcntl
+
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", none)
+    go(tmp_path, steps=4)
+    assert "cannot be locked" in capsys.readouterr().err.replace("\n", " ")
+    assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("text", [b"", b"null", b"[" * 9999, b'{"pid": "x"}', b'{"pid": 1, "host": 2}', b"\xff"])
+def test_whatever_the_file_says_is_one_sentence(text: bytes) -> None:
+    assert lock.holder(text) == "another process"
+
+
+@pytest.mark.slow
+def test_all_processes_end_with_one_error(tmp_path: Path) -> None:
+    first = hold(tmp_path / "run")
+    try:
+        words = [str(VITLAB), "train", "digits", "--out", str(tmp_path / "run"), "steps=4", "warmup=0", "device=cpu"]
+        began = time.monotonic()
+        done = subprocess.run(command(2, *words), capture_output=True, text=True, timeout=120)
+        assert time.monotonic() - began < 90
+    finally:
+        first.kill()
+        first.wait()
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1, done.stderr
+    assert f"in use by process {first.pid}" in done.stderr
+    assert not (tmp_path / "run" / "recipe.json").exists()
