@@ -29,7 +29,7 @@ Found = dict[str, Any]  # of a chain: how many kills, at which part of a run, wh
 def run(scale: float = 1.0, seed: int = 0) -> Row:
     began = time.monotonic()
     wanted = max(8, round(KILLS * scale))
-    by_clock = round(BY_CLOCK * scale)
+    by_clock = int(BY_CLOCK * scale)
     deadline = began + BUDGET * max(scale, 0.2)
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="chaos-kills-") as place:

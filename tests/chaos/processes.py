@@ -3,6 +3,7 @@
 The warm one must have no threads, so nothing here starts any.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 import psutil
 
 BOUND = 120.0  # seconds for any process; a run here takes one
+TESTS = Path(__file__).parents[1]
 VITLAB = Path(sys.executable).with_name("vitlab")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -102,10 +104,8 @@ def end_tree(pid: int) -> None:
     except psutil.NoSuchProcess:
         return
     for process in tree:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            pass
 
 
 def spread(jobs: Iterable[Callable[[], Any]], deadline: float, lanes: int = 2) -> Iterator[Any]:
@@ -126,7 +126,8 @@ def spread(jobs: Iterable[Callable[[], Any]], deadline: float, lanes: int = 2) -
                 file.seek(0)
                 text = file.read()
             if status:
-                raise RuntimeError(f"a job of the chaos run itself failed: {text.decode(errors='replace')}")
+                code = os.waitstatus_to_exitcode(status)
+                raise RuntimeError(f"a job of the chaos run ended with {code}: {text.decode(errors='replace')}")
             yield json.loads(text)
     finally:
         for child in running:
