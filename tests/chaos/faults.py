@@ -5,7 +5,6 @@ write), `write`, `truncate`, `fsync`, `rename`, `mkdir`, `remove`, and `save_fil
 """
 
 import builtins
-import dataclasses
 import errno
 import importlib
 import io
@@ -15,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,8 @@ from safetensors import SafetensorError
 Kind = Literal["before", "within", "after", "full once", "full"]
 
 OPERATIONS = ("open", "write", "truncate", "fsync", "rename", "mkdir", "remove", "save_file")
+SYSTEM = {"rename": "rename", "replace": "rename", "mkdir": "mkdir", "unlink": "remove", "rmdir": "remove"}
+SYSTEM |= {"remove": "remove", "fsync": "fsync", "write": "write", "truncate": "truncate", "ftruncate": "truncate"}
 GROWING = "growing"  # counts all operations that a full disk refuses: all but removing
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -34,7 +36,7 @@ FUNCTIONS = {
         "vitlab.training.start:start_model",
         "vitlab.training.start:write_recipe",
         "vitlab.training.loop:Run.take_up",
-        "vitlab.training.loop:Run.make_loaders",
+        "vitlab.data.sources:open_data",
     ),
     "steps": (
         "vitlab.training.loop:Run.step",
@@ -85,11 +87,12 @@ class Armed:
         self.counts: Counter[str] = Counter()
         self.struck = False
 
-    def below(self, path: object) -> bool:
-        """Whether a path is of the run: relative names come with a folder's handle, as rmtree has them."""
-        if isinstance(path, int):
+    def below(self, path: Any) -> bool:
+        """Whether a path, or a file's number, is of the run."""
+        try:
+            name = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.path.abspath(os.fsdecode(path))
+        except OSError:
             return False
-        name = os.path.abspath(os.fsdecode(path))  # type: ignore[arg-type]
         return name == self.folder or name.startswith((self.folder + os.sep, self.folder + "."))
 
     def reach(self, point: str, act: Callable[[], Any], tear: Callable[[], Any] | None = None) -> Any:
@@ -128,9 +131,9 @@ def arm(folder: Path, fault: Fault | None) -> Armed:
         for point in points:
             if ":" in point:
                 wrap_function(armed, point)
+    wrap_save_file(armed)  # first: it cuts files short by the plain function
     wrap_system(armed)
     wrap_open(armed)
-    wrap_save_file(armed)
     return armed
 
 
@@ -161,32 +164,30 @@ def put_everywhere(plain: object, wrapped: object) -> None:
 
 
 def wrap_system(armed: Armed) -> None:
-    """The functions of `os`, through which pathlib and shutil go too."""
-    named = {"rename": "rename", "replace": "rename", "mkdir": "mkdir", "unlink": "remove", "rmdir": "remove"}
+    """The functions of `os`, through which pathlib and shutil go too. rmtree names files below a folder's number."""
+    for name, point in SYSTEM.items():
+        setattr(os, name, wrapped_system(armed, getattr(os, name), point))
+    opened = os.open
 
-    def wrap(name: str, point: str) -> None:
-        plain = getattr(os, name)
-
-        def wrapped(path: Any, *words: Any, **options: Any) -> Any:
-            if options.get("dir_fd") is None and not armed.below(path):
-                return plain(path, *words, **options)
-            return armed.reach(point, lambda: plain(path, *words, **options))
-
-        setattr(os, name, wrapped)
-
-    for name, point in named.items():
-        wrap(name, point)
-    sync, opened = os.fsync, os.open
-
-    def fsync(handle: int) -> None:
-        armed.reach("fsync", lambda: sync(handle))
-
-    def open_handle(path: Any, flags: int, *words: Any, **options: Any) -> int:
+    def open_number(path: Any, flags: int, *words: Any, **options: Any) -> int:
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and armed.below(path):
             return armed.reach("open", lambda: opened(path, flags, *words, **options))
         return opened(path, flags, *words, **options)
 
-    os.fsync, os.open = fsync, open_handle  # type: ignore[assignment]
+    os.open = open_number  # type: ignore[assignment]
+
+
+def wrapped_system(armed: Armed, plain: Callable[..., Any], point: str) -> Callable[..., Any]:
+    def wrapped(path: Any, *words: Any, **options: Any) -> Any:
+        folder = options.get("dir_fd")
+        if not armed.below(path if folder is None else folder):
+            return plain(path, *words, **options)
+        half = None
+        if point == "write":
+            half = partial(plain, path, bytes(words[0])[: len(words[0]) // 2])
+        return armed.reach(point, lambda: plain(path, *words, **options), half)
+
+    return wrapped
 
 
 class Faulty(io.FileIO):
@@ -211,7 +212,8 @@ def wrap_open(armed: Armed) -> None:
         if not set(mode) & set("wax+") or not armed.below(file):
             return plain(file, mode, buffering, *words, **options)
         raw_mode = mode.replace("b", "").replace("t", "")
-        raw: Faulty = armed.reach("open", lambda: Faulty(file, raw_mode))
+        # of a number, the opening was a point already
+        raw = Faulty(file, raw_mode) if isinstance(file, int) else armed.reach("open", lambda: Faulty(file, raw_mode))
         raw.armed = armed
         if buffering == 0:
             return raw
@@ -222,7 +224,7 @@ def wrap_open(armed: Armed) -> None:
 
 
 def wrap_save_file(armed: Armed) -> None:
-    plain = safetensors.torch.save_file
+    plain, cut = safetensors.torch.save_file, os.truncate
 
     def save_file(tensors: Any, filename: Any, *words: Any, **options: Any) -> None:
         def write() -> None:
@@ -230,12 +232,8 @@ def wrap_save_file(armed: Armed) -> None:
 
         def half() -> None:
             write()
-            os.truncate(filename, os.path.getsize(filename) // 2)
+            cut(filename, os.path.getsize(filename) // 2)
 
         armed.reach("save_file", write, half)
 
     put_everywhere(plain, save_file)
-
-
-def as_json(fault: Fault) -> dict[str, Any]:
-    return dataclasses.asdict(fault)
