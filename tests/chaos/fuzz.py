@@ -83,7 +83,7 @@ def found(name: str, place: Path, code: int, printed: str) -> list[str]:
     """What readers did wrong, each with the name of the input that made them."""
     kept = place / "failures.jsonl"
     records = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    failures = [f"{r['kind']} ({r['detail'][:120]}): {place / r['input']}" for r in records]
+    failures = [f"{r['kind']} ({' '.join(r['detail'].split())[:120]}): {place / r['input']}" for r in records]
     artifacts = [path for kind in ("crash", "timeout", "oom") for path in place.glob(f"{kind}-*")]
     failures += [f"{path.name.partition('-')[0]} of the process: {path}" for path in artifacts]
     if code and not artifacts:

@@ -1,9 +1,11 @@
 """Damaged and hostile variants of a file: of its bytes, and of what they mean, so that the outer checks still pass."""
 
+import hashlib
 import io
 import json
 import random
 import zipfile
+import zlib
 from typing import Any
 
 Random = random.Random
@@ -60,6 +62,19 @@ def scramble(data: bytes, draw: Random) -> bytes:
     return bytes(out)
 
 
+def picture(data: bytes, draw: Random) -> bytes:
+    """The bytes; of a PNG, with the checksums made right again, which would hide everything behind them."""
+    changed = bytearray(scramble(data, draw))
+    place = 8
+    while changed[:4] == b"\x89PNG" and place + 12 <= len(changed):
+        end = place + 8 + int.from_bytes(changed[place : place + 4], "big")
+        if end + 4 > len(changed):
+            break
+        changed[end : end + 4] = zlib.crc32(changed[place + 4 : end]).to_bytes(4, "big")
+        place = end + 4
+    return bytes(changed)
+
+
 # ---- JSON
 
 
@@ -75,6 +90,20 @@ def json_text(data: bytes, draw: Random) -> bytes:
         value = change(value, draw)
     text = json.dumps(value).encode()
     return text if alone else b"\n".join([*lines[:place], text, *lines[place + 1 :]])
+
+
+def sealed(data: bytes, draw: Random) -> bytes:
+    """JSON that holds its own digest, which is made right again: whoever changes a file can do that too."""
+    text = json_text(data, draw)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if not isinstance(value, dict) or "digest" not in value:
+        return text
+    del value["digest"]
+    digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return json.dumps(value | {"digest": digest}).encode()
 
 
 def _is_json(data: bytes) -> bool:

@@ -184,6 +184,7 @@ def run_reader(name: str) -> Callable[[Path], Read]:
     def reader(folder: Path) -> Read:
         run = folder / "run"
         shutil.copytree(example(), run)
+        shutil.rmtree(run / "checkpoints" / "last.old")  # nothing to fall back on
 
         def read(data: bytes) -> None:
             (run / name).write_bytes(data)
@@ -271,14 +272,14 @@ def parquet_reader(folder: Path) -> Read:
 
 
 TARGETS = {
-    "pictures": Target(picture_seeds, picture_reader, mutate.scramble),
+    "pictures": Target(picture_seeds, picture_reader, mutate.picture),
     "safetensors": Target(safetensors_seeds, weights_reader("model.safetensors"), mutate.safetensors),
     "npz": Target(npz_seeds, weights_reader("model.npz"), mutate.zipped),
     "pth": Target(pth_seeds, weights_reader("model.pth"), mutate.zipped),
     "config.json": Target(config_seeds, config_reader, mutate.json_text),
     "recipe.json": Target(run_seeds("recipe.json"), run_reader("recipe.json"), mutate.json_text),
     "state.json": Target(
-        run_seeds("checkpoints/last/state.json"), run_reader("checkpoints/last/state.json"), mutate.json_text
+        run_seeds("checkpoints/last/state.json"), run_reader("checkpoints/last/state.json"), mutate.sealed
     ),
     "log.jsonl": Target(run_seeds("log.jsonl"), run_reader("log.jsonl"), mutate.json_text),
     "tar": Target(tar_seeds, tar_reader, mutate.tarred),
