@@ -6,6 +6,7 @@ Writes OUT/chaos.json and the table in docs/reliability.md as it goes, so that C
 import argparse
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -54,8 +55,14 @@ def part(name: str, scale: float, out: Path) -> list[Row]:
     return found if isinstance(found, list) else [found]
 
 
+def over(number: int, frame: object) -> None:
+    raise TimeoutError(f"{BOUND // 60} minutes were over")
+
+
 def main() -> int:
     given = arguments()
+    signal.signal(signal.SIGALRM, over)
+    signal.alarm(BOUND)
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     console, began = Console(), time.monotonic()
@@ -63,7 +70,7 @@ def main() -> int:
     rows: list[Row] = []
     try:
         for name in given.only.split(",") if given.only else PARTS:
-            if time.monotonic() - began > BOUND:
+            if time.monotonic() - began >= BOUND:
                 rows.append(Row(name, 0, "", 0.0, [f"not begun: {BOUND // 60} minutes were over"]))
                 continue
             console.print(f"{name} ...", highlight=False)

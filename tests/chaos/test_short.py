@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,16 @@ TESTS = Path(__file__).parents[1]
 INPUTS = 150  # of every reader
 
 
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
 def python(*words: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: copies are made of it, which one with threads would not survive."""
-    path = os.pathsep.join(filter(None, [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH")]))
-    own = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-m", *words]
     return subprocess.run(
-        [sys.executable, "-m", *words], env=own, cwd=TESTS, capture_output=True, text=True, timeout=300, check=False
+        command, env=environment(), cwd=TESTS, capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -71,6 +77,19 @@ def test_killed_and_starved(tmp_path: Path) -> None:
     assert rows["training killed"]["count"] >= 8
     assert rows["disk full at every write"]["count"] >= 4
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "chaos", "--only", "disk,kills", "--scale", "0.02", "--out", tmp_path, "--no-page"]
+    with subprocess.Popen(words, cwd=TESTS, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if line.startswith("kills"))  # the disk is done
+        time.sleep(2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 1
+    names = [row["name"] for row in json.loads((tmp_path / "chaos.json").read_text())["rows"]]
+    assert names == ["disk full at every write", "small file systems", "the rest"]
 
 
 @pytest.mark.slow
