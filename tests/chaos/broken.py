@@ -5,6 +5,7 @@ A run in which nothing fails says little if nothing could.
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -66,6 +67,7 @@ def bad_reader(folder: Path) -> list[str]:
                 b"grow": lambda: bytearray(3 << 29).count(1),
                 b"key": lambda: {}["key"],
                 b"inside": lambda: (place / "inside").write_text("x"),
+                b"empty": lambda: ((place / "a" / "b").mkdir(parents=True), shutil.rmtree(place / "a")),
             }
             if data not in deeds:
                 raise UserError("refused")
@@ -75,7 +77,7 @@ def bad_reader(folder: Path) -> list[str]:
 
     TARGETS["bad"] = Target(lambda _: [], reader, lambda data, _: data)
     trial = Trial("bad", folder / "bad")
-    for word in (b"other", b"inside", b"write", b"run", b"grow", b"key"):
+    for word in (b"other", b"inside", b"empty", b"write", b"run", b"grow", b"key"):
         trial.one(word)
     assert not (folder / "elsewhere").exists()
     assert not (folder / "ran").exists()

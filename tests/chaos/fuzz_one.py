@@ -22,7 +22,16 @@ ADDRESSES = 4 << 30  # bytes of address space above it, which hold guard pages a
 SECONDS = 20  # that an input may take
 LONGEST = 1 << 17  # bytes of an input
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-CHANGES = {"os.rename": 2, "os.remove": 1, "os.mkdir": 1, "os.rmdir": 1, "os.symlink": 2, "os.link": 2, "os.chmod": 1}
+CHANGES = {  # by event: where the changed path stands, and the number of the folder that a relative one belongs to
+    "os.remove": ((0, 1),),
+    "os.rmdir": ((0, 1),),
+    "os.mkdir": ((0, 2),),
+    "os.chmod": ((0, 2),),
+    "os.symlink": ((1, 2),),
+    "os.rename": ((0, 2), (1, 3)),
+    "os.link": ((1, 3),),
+    "os.truncate": ((0, None),),
+}
 PROGRAMS = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn", "socket.connect")
 
 
@@ -41,18 +50,20 @@ class Watch:
         if not self.on:
             return
         if event == "open" and isinstance(words[2], int) and words[2] & WRITING:
-            self.inside(event, words[:1])
+            self.inside(event, words[0], -1)
         elif event in CHANGES:
-            self.inside(event, words[: CHANGES[event]])
+            for path, folder in CHANGES[event]:
+                self.inside(event, words[path], -1 if folder is None else words[folder])
         elif event in PROGRAMS and not harmless(event, words):
             self.refuse(f"runs a program or calls out: {event} {words!r:.200}")
 
-    def inside(self, event: str, paths: tuple[Any, ...]) -> None:
-        for path in paths:
-            if isinstance(path, str | bytes | os.PathLike):
-                name = os.path.realpath(os.fsdecode(path))
-                if name != os.devnull and not name.startswith(self.folder + os.sep):
-                    self.refuse(f"writes outside its folder: {event} {name!r:.200}")
+    def inside(self, event: str, path: Any, folder: int) -> None:
+        if not isinstance(path, str | bytes | os.PathLike):
+            return  # of a file that was opened before
+        base = os.readlink(f"/proc/self/fd/{folder}") if folder >= 0 else ""
+        name = os.path.realpath(os.path.join(base, os.fsdecode(path)))
+        if name != os.devnull and not name.startswith(self.folder + os.sep):
+            self.refuse(f"writes outside its folder: {event} {name!r:.200}")
 
     def refuse(self, what: str) -> None:
         self.seen = what

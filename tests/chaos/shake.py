@@ -1,11 +1,13 @@
-"""`python -m chaos.shake FOLDER COUNT`: every reader meets so many changed files, without Atheris; for `make test`.
+"""`python -m chaos.shake FOLDER COUNT`: every reader meets so many changed files, or those of three seconds.
 
+For `make test`, without Atheris.
 FOLDER/NAME/failures.jsonl holds what was found; a line is printed for every reader.
 """
 
 import random
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -13,13 +15,18 @@ from chaos.fuzz_one import SECONDS, Trial, limit
 from chaos.processes import spread
 from chaos.targets import TARGETS, example
 
+MOST = 3.0  # seconds
+
 
 def shake(name: str, folder: Path, count: int) -> str:
     trial = Trial(name, folder / name)
     limit()
     draw = random.Random(name)
     pool = list(trial.seeds)
+    deadline = time.monotonic() + MOST
     for i in range(len(pool) + count):
+        if time.monotonic() > deadline:  # a reader that starts processes is slow
+            break
         data = pool[i] if i < len(trial.seeds) else trial.target.mutate(draw.choice(pool), draw)
         signal.alarm(SECONDS)  # ends the process, which is an answer too
         trial.one(data)
