@@ -4,9 +4,9 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 # Small models on few cores: threads that wait for each other cost more than they bring.
-test test-slow: export OMP_NUM_THREADS = 1
+test test-slow chaos: export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow chaos lint clean
 
 demo: $(READY)
 	$(BIN)/vitlab demo
@@ -16,6 +16,11 @@ test: lint
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow
+
+# Everything that should not break a run or a server, for an hour at most; writes docs/reliability.md.
+chaos: $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[chaos]"
+	cd tests && ../$(BIN)/python -m chaos
 
 lint: $(READY)
 	$(BIN)/ruff check .
