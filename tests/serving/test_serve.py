@@ -61,11 +61,11 @@ def test_mistakes_are_one_sentence(
 def test_sigterm_finishes_what_has_begun(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VITLAB_TOKEN", "secret")
     head = (
-        "POST /v1/predict HTTP/1.1\r\nHost: here\r\nContent-Type: image/png\r\n"
+        "POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\n"
         f"Authorization: Bearer secret\r\nContent-Length: {len(PNG)}\r\n\r\n"
     )
     with server(run) as live, socket.create_connection(("127.0.0.1", live.port), timeout=20) as wire:
-        wire.sendall(b"GET /v1/model HTTP/1.1\r\nHost: here\r\n\r\n")
+        wire.sendall(b"GET /v1/model HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert answer(wire)[0] == 401
         wire.sendall(head.encode() + PNG[:50])
         time.sleep(0.3)
