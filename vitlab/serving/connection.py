@@ -154,9 +154,7 @@ class Connection(asyncio.BufferedProtocol):
 
     async def head(self) -> h11.Request | None:
         """The next request's line and headers; None where the client has left or never began."""
-        begun = bool(self.http.trailing_data[0])
-        if begun:
-            await self.table.turn()
+        begun = early = bool(self.http.trailing_data[0])  # sent before the last answer
         seconds = self.limits.header_seconds
         try:
             async with asyncio.timeout(seconds if begun or not self.served else KEEP_ALIVE) as limit:
@@ -177,6 +175,9 @@ class Connection(asyncio.BufferedProtocol):
         if not declares_body(event):
             self.next_event()  # the end of a message without a body, which is here already
             self.complete = True
+            early = early or bool(self.http.trailing_data[0])
+        if early:
+            await self.table.turn()
         return event
 
     def next_event(self) -> Any:

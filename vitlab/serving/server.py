@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import logging
 import socket
 import warnings
@@ -31,6 +32,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        gc.collect()
+        gc.freeze()  # what is here stays: looking through all of torch again would stop everybody for 0.2 s at a time
         if self.started:
             self.on_start()
 
