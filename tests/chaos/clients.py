@@ -184,9 +184,7 @@ async def leave(port: int, end: float) -> None:
     await asyncio.sleep(0.2)
 
 
-KINDS: dict[str, Hostile] = {
-    kind.__name__: kind for kind in (silent, slow, dribble, tiny, pixels, scans, noise, leave)
-}
+KINDS: dict[str, Hostile] = {kind.__name__: kind for kind in (silent, slow, dribble, tiny, pixels, scans, noise, leave)}
 
 
 # ---- what hostile clients upload

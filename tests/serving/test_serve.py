@@ -48,6 +48,7 @@ def test_a_port_in_use(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["RUN", "--queue", "4"], "can never fit a queue of 4"),
         (["RUN", "--token", " "], "the token is empty"),
         (["RUN", "--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
+        (["RUN", "--host-name", "http://my.host"], "--host-name 'http://my.host' is no host's name"),
     ],
 )
 def test_mistakes_are_one_sentence(
@@ -55,6 +56,13 @@ def test_mistakes_are_one_sentence(
 ) -> None:
     words = ["--port", "0", *[str(run) if word == "RUN" else word for word in words]]
     assert said in mistake(words, monkeypatch, capsys)
+
+
+def test_an_empty_token_in_the_environment_is_not_taken_for_none(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VITLAB_TOKEN", "")
+    assert "unset VITLAB_TOKEN" in mistake([str(run), "--port", "0"], monkeypatch, capsys)
 
 
 @pytest.mark.slow

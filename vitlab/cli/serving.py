@@ -66,6 +66,7 @@ def serve(
         max_images=max_images,
         body_seconds=timeout,
         header_seconds=min(10.0, timeout),
+        answer_seconds=min(5.0, timeout),
     )
     settings = Settings(
         name=Path(run).name or run,

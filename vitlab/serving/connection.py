@@ -28,6 +28,7 @@ LINGER = 2.0  # seconds for a client to read the refusal of a body that it is st
 LINGER_PAUSE = 0.005  # between two reads of such a body: at most 13 MB/s are thrown away for anyone
 BLOCK = 65_536  # bytes of one read
 EVENTS = 16  # pieces of a body that are parsed before others have their turn
+FULL = Refused(503, "too many connections; try again in a moment")
 NOT_HTTP = "this is not HTTP that can be understood"
 
 
@@ -71,8 +72,8 @@ class Connection(asyncio.BufferedProtocol):
         transport.set_write_buffer_limits(high=0)  # `drained` means that the kernel has it all
         self.address = str((transport.get_extra_info("peername") or ("",))[0])
         self.server.connections.add(self)  # type: ignore[arg-type]  # uvicorn names its own classes there
-        if not self.table.admit(self):
-            self.refuse(Refused(503, "too many connections; try again in a moment"))
+        if self.table.crowded:
+            self.refuse(FULL)
             transport.close()
             return
         task = self.loop.create_task(self.talk())
@@ -94,7 +95,6 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.server.connections.discard(self)
-        self.table.leave(self)
         self.closed.set()
         self.drained.set()
         if self.waiter is not None and not self.waiter.done():
@@ -122,6 +122,8 @@ class Connection(asyncio.BufferedProtocol):
     async def talk(self) -> None:
         try:
             try:
+                if not await self.table.enter(self):
+                    raise FULL
                 while await self.exchange():
                     self.start_request()
             except Refused as refused:
@@ -131,6 +133,7 @@ class Connection(asyncio.BufferedProtocol):
         except Exception:
             log.exception("a connection failed")
         finally:
+            self.table.leave(self)
             self.finish()
 
     async def exchange(self) -> bool:
@@ -176,8 +179,8 @@ class Connection(asyncio.BufferedProtocol):
             self.next_event()  # the end of a message without a body, which is here already
             self.complete = True
             early = early or bool(self.http.trailing_data[0])
-        if early:
-            await self.table.turn()
+        if early and not await self.table.turn(self.limits.answer_seconds):
+            return None
         return event
 
     def next_event(self) -> Any:

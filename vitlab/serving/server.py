@@ -67,14 +67,14 @@ def room(connections: int) -> int:
     except ImportError:  # not a Unix
         return connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + FILES
+    wanted = 2 * connections + FILES  # as many again may wait for a place
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return connections
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     with contextlib.suppress(OSError, ValueError):  # some systems have another limit, which they do not name
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return min(connections, max(soft - FILES, soft // 2))
+    return min(connections, max(1, (soft - FILES) // 2, soft // 4))
 
 
 def serve(

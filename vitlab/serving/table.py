@@ -10,6 +10,9 @@ from collections import Counter
 from typing import Protocol
 
 STALLED = 1.0  # seconds; a shorter pause is nobody's fault
+PATIENCE = 3.0  # seconds at the door
+LOOK = 0.05  # seconds until the first at the door looks again whether somebody has stalled
+PACE = 0.005  # seconds between two requests sent ahead of their turn
 
 
 class Seat(Protocol):
@@ -25,17 +28,29 @@ class Table:
     """At most `most` connections; an address that holds more than half of them loses its own stalled ones first."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.share = most, max(1, most // 2)
+        self.most, self.share, self.waiting = most, max(1, most // 2), 0
         self.seats: set[Seat] = set()
         self.held: Counter[str] = Counter()
-        self.lane = asyncio.Lock()
+        self.door, self.lane = asyncio.Lock(), asyncio.Lock()
 
-    def admit(self, seat: Seat) -> bool:
-        """Whether there is room for one more; those that are closed for it are closed at once."""
+    @property
+    def crowded(self) -> bool:
+        """Whether as many wait as have a place."""
+        return self.waiting >= self.most
+
+    async def enter(self, seat: Seat) -> bool:
+        """Take a place, in the order of arrival, as soon as there is one; False if there is none for too long."""
         if self.held[seat.address] >= self.share:
             self.shed(seat.address)
-        if len(self.seats) >= self.most and not self.shed():
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(PATIENCE), self.door:
+                while len(self.seats) >= self.most and not self.shed():
+                    await asyncio.sleep(LOOK)
+        except TimeoutError:
             return False
+        finally:
+            self.waiting -= 1
         self.seats.add(seat)
         self.held[seat.address] += 1
         return True
@@ -60,7 +75,15 @@ class Table:
         found.drop()
         return True
 
-    async def turn(self) -> None:
-        """For requests sent ahead of their turn: one of them starts per turn of the event loop, whoever sent it."""
-        async with self.lane:
-            await asyncio.sleep(0)
+    async def turn(self, patience: float) -> bool:
+        """For a request sent ahead of its turn: one of them starts at a time, with a pause, whoever sent it.
+
+        Hardly anybody pipelines but those who want the server to work without reading its answers. False: it has
+        waited too long.
+        """
+        try:
+            async with asyncio.timeout(patience), self.lane:
+                await asyncio.sleep(PACE)
+        except TimeoutError:
+            return False
+        return True
