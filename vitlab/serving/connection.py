@@ -51,6 +51,7 @@ class Connection(asyncio.BufferedProtocol):
         self.http = h11.Connection(h11.SERVER)
         self.inbox = b""  # read and not yet parsed
         self.waiter: asyncio.Future[None] | None = None
+        self.enough = 1  # bytes to wake the waiter for
         self.closed, self.drained = asyncio.Event(), asyncio.Event()
         self.drained.set()
         self.address = ""
@@ -59,7 +60,7 @@ class Connection(asyncio.BufferedProtocol):
         self.start_request()
 
     def start_request(self) -> None:
-        self.pieces = self.taken = self.marked = 0
+        self.pieces = self.length = self.taken = self.marked = 0
         self.complete = self.handed = self.answered = self.crowded = False  # handed: the app has seen the end
         self.response: h11.Response | None = None
         self.method = b""
@@ -87,7 +88,7 @@ class Connection(asyncio.BufferedProtocol):
         self.inbox += bytes(self.block[:nbytes])
         if self.waiter is None or self.waiter.done():
             self.transport.pause_reading()  # nobody asked; until then the rest stays in the kernel
-        else:
+        elif len(self.inbox) >= self.enough:
             self.waiter.set_result(None)
 
     def eof_received(self) -> None:
@@ -175,7 +176,9 @@ class Connection(asyncio.BufferedProtocol):
             return None
         check_framing(event)
         self.method, self.pieces = event.method, 0
-        if not declares_body(event):
+        fields = dict(event.headers)
+        self.length = int(fields.get(b"content-length", b"0"))
+        if not self.length and b"transfer-encoding" not in fields:
             self.next_event()  # the end of a message without a body, which is here already
             self.complete = True
             early = early or bool(self.http.trailing_data[0])
@@ -205,7 +208,7 @@ class Connection(asyncio.BufferedProtocol):
             try:
                 await self.waiter
             finally:
-                self.waiter = None
+                self.waiter, self.enough = None, 1
         data, self.inbox = self.inbox, b""
         return data
 
@@ -267,6 +270,7 @@ class Connection(asyncio.BufferedProtocol):
             if event is h11.NEED_DATA:
                 if data:
                     break
+                self.enough = max(1, min(LEAST_RATE, self.length - self.taken))  # a byte at a time wakes nobody
                 if not await self.feed():
                     return None
             elif isinstance(event, h11.Data):
@@ -347,11 +351,6 @@ class Connection(asyncio.BufferedProtocol):
                 h11.EndOfMessage(),
             ):
                 self.transport.write(self.http.send(event) or b"")
-
-
-def declares_body(request: h11.Request) -> bool:
-    fields = dict(request.headers)
-    return b"transfer-encoding" in fields or int(fields.get(b"content-length", b"0")) > 0
 
 
 def check_framing(request: h11.Request) -> None:

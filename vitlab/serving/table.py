@@ -5,6 +5,7 @@ way. Good and bad clients may share an address, a proxy's for instance, so what 
 """
 
 import asyncio
+import random
 import time
 from collections import Counter
 from typing import Protocol
@@ -82,7 +83,7 @@ class Table:
         waited too long.
         """
         try:
-            async with asyncio.timeout(patience), self.lane:
+            async with asyncio.timeout(patience * random.uniform(0.5, 1)), self.lane:  # who came together goes apart
                 await asyncio.sleep(PACE)
         except TimeoutError:
             return False

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -72,16 +73,17 @@ def too_large(limits: Limits) -> Refused:
 async def chunks(request: Request, limits: Limits) -> AsyncIterator[bytes]:
     """The body piece by piece; it has to arrive in time, to keep arriving, and not to dribble."""
     start, taken, more = time.monotonic(), 0, True
+    grace = limits.grace_seconds * random.uniform(1, 1.5)  # clients that came together are not dismissed together
     while more:
         idle, late = time.monotonic() + limits.idle_seconds, start + limits.body_seconds
-        slow = start + max(limits.grace_seconds, taken / LEAST_RATE)
+        slow = start + max(grace, taken / LEAST_RATE)
         try:
             async with asyncio.timeout(max(0.0, min(idle, late, slow) - time.monotonic())):
                 message = await request.receive()
         except TimeoutError:
             sentence = f"the body did not arrive within {limits.body_seconds:g} s, or stood still for a third of that"
             if slow < min(idle, late):
-                sentence = f"the body arrives too slowly: {taken} bytes in {limits.grace_seconds:g} s or more"
+                sentence = f"the body arrives too slowly; send at least {short(LEAST_RATE)}B a second"
             raise Refused(408, sentence, {"Connection": "close"}) from None
         if message["type"] == "http.disconnect":
             raise Gone
