@@ -192,23 +192,24 @@ class Connection(asyncio.BufferedProtocol):
         except h11.RemoteProtocolError:
             raise Refused(400, NOT_HTTP, {"Connection": "close"}) from None
 
-    async def feed(self) -> bool:
+    async def feed(self, enough: int = 1) -> bool:
         """More bytes for the parser; False when there are no more."""
-        data = await self.read()
+        data = await self.read(enough)
         if not data:
             return False
         self.count_piece()
         self.http.receive_data(data)
         return True
 
-    async def read(self) -> bytes:
+    async def read(self, enough: int = 1) -> bytes:
+        """What has arrived; where nothing has, what comes, as soon as that is enough."""
         if not self.inbox and not self.closed.is_set():
-            self.waiter = self.loop.create_future()
+            self.waiter, self.enough = self.loop.create_future(), enough
             self.transport.resume_reading()
             try:
                 await self.waiter
             finally:
-                self.waiter, self.enough = None, 1
+                self.waiter = None
         data, self.inbox = self.inbox, b""
         return data
 
@@ -270,8 +271,7 @@ class Connection(asyncio.BufferedProtocol):
             if event is h11.NEED_DATA:
                 if data:
                     break
-                self.enough = max(1, min(LEAST_RATE, self.length - self.taken))  # a byte at a time wakes nobody
-                if not await self.feed():
+                if not await self.feed(min(LEAST_RATE, self.length - self.taken)):  # a byte at a time wakes nobody
                     return None
             elif isinstance(event, h11.Data):
                 data += event.data
