@@ -19,9 +19,9 @@ from chaos.rows import Row
 from chaos.watch import held
 
 REQUESTS = 100_000
-WORKERS = 24
+WORKERS = 48
 HEALTH = 2.0  # seconds for a health check
-PAUSE = 0.15  # seconds for an answer to a spoilt request: the server may well be waiting for the rest of it
+PAUSE = 0.1  # seconds for an answer to a spoilt request: the server may well be waiting for the rest of it
 GROWTH = 64.0  # megabytes from a quarter of the way to the end
 ANSWER = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]*\r\n((?:[A-Za-z0-9-]+: [^\r\n]*\r\n)+)\r\n")
 FORM = b'--x\r\nContent-Disposition: form-data; name="image"; filename="%s"\r\n\r\n%s\r\n'
@@ -132,13 +132,13 @@ async def worker(port: int, rng: random.Random, total: int, found: Found) -> Non
             found.fail(f"no connection: {error!r}")
             return
         with contextlib.suppress(OSError):  # a server that hangs up on a spoilt request is right
-            await (polite if rng.random() < 0.5 else rude)(reader, writer, rng, found)
+            await (polite if rng.random() < 0.4 else rude)(reader, writer, rng, found)
         writer.transport.abort()
 
 
 async def polite(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random, found: Found) -> None:
     """Right requests on one connection, one by one or two at once; each must get its status."""
-    for _ in range(rng.randint(1, 20)):
+    for _ in range(rng.randint(1, 5)):
         asked = [good(rng) for _ in range(2 if rng.random() < 0.05 else 1)]
         found.sent += len(asked)
         await write(writer, b"".join(data for data, _ in asked), rng)

@@ -13,7 +13,7 @@ from chaos.watch import Held, held
 SECONDS = 20 * 60
 GOOD = 64
 HOSTILE = {"silent": 12, "slow": 12, "tiny": 4, "dribble": 12, "pixels": 2, "scans": 2, "noise": 10, "leave": 10}
-SETTLE = 8.0  # seconds until the last connection of those who left has been given up
+SETTLE = 3.0  # seconds until the server has given up the last connection of those who left
 GROWTH = 100.0  # megabytes under load, from the first minute to the end
 FIRST = 400.0  # and where there is no minute: the largest pictures alone take that for the first time
 FILES = 8  # more than before is a leak
@@ -57,7 +57,7 @@ def quarter(load: Load, seconds: float, start: float) -> str:
 def run(scale: float = 1.0) -> Row:
     from servers import encoded, photo, save, server  # found by way of chaos.watch
 
-    seconds, load = max(3.0, scale * SECONDS), Load()
+    seconds, load = max(2.0, scale * SECONDS), Load()
     pictures = [encoded(photo(seed, 160, 120), "JPEG") for seed in range(GOOD)]
     with tempfile.TemporaryDirectory() as spare, server(save(Path(spare) / "small")) as live:
         pid, start = live.process.pid, time.monotonic()

@@ -13,13 +13,13 @@ def test_the_grammar_is_the_same_for_a_seed_and_spoils_what_it_should() -> None:
     assert draw(1) == draw(1) != draw(2)
 
 
-def test_some_thousand_requests() -> None:
-    row = http_fuzz.run(0.02)
+def test_a_thousand_requests() -> None:
+    row = http_fuzz.run(0.01)
     assert row.failures == [], row
-    assert row.count >= 2000
+    assert row.count >= 1000
 
 
-def test_a_few_seconds_of_soak() -> None:
-    row = soak.run(0.003)
+def test_two_seconds_of_soak() -> None:
+    row = soak.run(0.0)
     assert row.failures == [], row
-    assert row.count > 50
+    assert row.count > 20

@@ -1,5 +1,6 @@
 """What is decided before a body is read, on the real server: the token, the Host, and where a message ends."""
 
+import asyncio
 import re
 import socket
 import time
@@ -7,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chaos.clients import besieged, health
 from servers import Running, answer, encoded, photo, save, server
 
 PATIENCE = 2.0
 PNG = encoded(photo())
-TINY = b"1\r\nx\r\n" * 5000
 PAGE = "/page/style.css"
 
 
@@ -101,38 +102,23 @@ def test_chunks_need_http_1_1(live: Running) -> None:
 # ---- bodies that nobody asked for, and bodies in crumbs
 
 
-def tiny(live: Running) -> socket.socket:
-    wire = connect(live)
-    wire.sendall(
-        b"POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n\r\n"
-    )
-    wire.setblocking(False)
-    return wire
+def crumbs(live: Running) -> tuple[int, str]:
+    """The answer to a body in chunks of one byte."""
+    lines = ("Host: localhost", "Content-Type: image/png", "Transfer-Encoding: chunked")
+    return ask(live, *lines, body=b"1\r\nx\r\n" * 5000, start="POST /v1/predict")
 
 
-def flood(wires: list[socket.socket], live: Running, seconds: float) -> list[float]:
-    """One-byte chunks on every wire as fast as they go; how long the health check takes meanwhile."""
-    took, end = [], time.monotonic() + seconds
-    while time.monotonic() < end:
-        for wire in wires:
-            try:
-                wire.send(TINY)
-            except OSError:  # it takes no more now, or has hung up
-                continue
-        start = time.monotonic()
-        assert ask(live, "Host: localhost")[0] == 200
-        took.append(time.monotonic() - start)
-    return took
+def slowest_health_check(live: Running) -> float:
+    """In seconds, while four clients send one-byte chunks as fast as they can."""
+    with besieged(live.port, 10, tiny=4):
+        return max(asyncio.run(health(live.port, time.monotonic() + 1.5, every=0.01)))
 
 
 def test_one_byte_chunks_are_refused_and_nobody_else_notices(live: Running) -> None:
-    wires = [tiny(live) for _ in range(4)]
-    assert max(flood(wires, live, 1.0)) < 0.5
-    for wire in wires:
-        wire.setblocking(True)
-        status, told = answer(wire)
-        assert (status, "too many tiny pieces" in str(told["error"])) == (400, True)
-        wire.close()
+    status, sentence = crumbs(live)
+    assert status == 400
+    assert "too many tiny pieces" in sentence
+    assert slowest_health_check(live) < 0.5
 
 
 def test_the_token_comes_before_the_body(guarded: Running) -> None:
@@ -140,12 +126,8 @@ def test_the_token_comes_before_the_body(guarded: Running) -> None:
         wire.sendall(b"POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n")
         wire.sendall(b"Content-Type: image/png\r\nExpect: 100-continue\r\n\r\n")
         assert answer(wire)[0] == 401  # and no invitation to send the body
-    wires = [tiny(guarded) for _ in range(4)]
-    assert max(flood(wires, guarded, 1.0)) < 0.5
-    for wire in wires:
-        wire.setblocking(True)
-        assert answer(wire)[0] == 401  # not 400: none of it was looked at
-        wire.close()
+    assert crumbs(guarded)[0] == 401  # not 400: none of it was looked at
+    assert slowest_health_check(guarded) < 0.5
 
 
 def test_a_body_that_is_asked_for(guarded: Running) -> None:
