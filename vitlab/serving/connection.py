@@ -325,7 +325,7 @@ class Connection(asyncio.BufferedProtocol):
             or not self.transport.can_write_eof()
         ):
             return
-        self.waits = 0.0  # the first to go
+        self.waits = time.monotonic()
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(LINGER):
                 self.transport.write_eof()

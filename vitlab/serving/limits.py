@@ -9,7 +9,7 @@ from vitlab.config import UserError, check_positive
 RETRY = {"Retry-After": "1"}
 LEAST_RATE = 1000  # bytes a second, either way; who is slower for long holds a place for nothing
 LEAST_PIECE = 64  # bytes, on average, of a chunk or a segment
-SPARE_PIECES = 128  # that may be smaller
+SPARE_PIECES = 64  # that may be smaller
 
 
 class Refused(Exception):
