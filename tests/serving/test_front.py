@@ -42,8 +42,8 @@ def connect(live: Running) -> socket.socket:
 def ask(live: Running, *lines: str, body: bytes = b"", start: str = "GET /healthz") -> tuple[int, str]:
     with connect(live) as wire:
         wire.sendall("\r\n".join([f"{start} HTTP/1.1", *lines, "", ""]).encode() + body)
-        status, told = answer(wire)
-    return status, str(told.get("error", ""))
+        status, found = answer(wire)
+    return status, str(found.get("error", ""))
 
 
 # ---- the Host

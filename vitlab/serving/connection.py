@@ -28,7 +28,7 @@ LINGER = 2.0  # seconds for a client to read the refusal of a body that it is st
 LINGER_PAUSE = 0.005  # between two reads of such a body: at most 13 MB/s are thrown away for anyone
 BLOCK = 65_536  # bytes of one read
 EVENTS = 16  # pieces of a body that are parsed before others have their turn
-FULL = Refused(503, "too many connections; try again in a moment")
+FULL = "too many connections; try again in a moment"
 NOT_HTTP = "this is not HTTP that can be understood"
 
 
@@ -74,7 +74,7 @@ class Connection(asyncio.BufferedProtocol):
         self.address = str((transport.get_extra_info("peername") or ("",))[0])
         self.server.connections.add(self)  # type: ignore[arg-type]  # uvicorn names its own classes there
         if self.table.crowded:
-            self.refuse(FULL)
+            self.refuse(Refused(503, FULL))
             transport.close()
             return
         task = self.loop.create_task(self.talk())
@@ -124,7 +124,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             try:
                 if not await self.table.enter(self):
-                    raise FULL
+                    raise Refused(503, FULL)
                 while await self.exchange():
                     self.start_request()
             except Refused as refused:
@@ -228,7 +228,7 @@ class Connection(asyncio.BufferedProtocol):
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": request.http_version.decode(),
-            "server": self.transport.get_extra_info("sockname")[:2],
+            "server": (self.transport.get_extra_info("sockname") or ("", 0))[:2],
             "client": (self.transport.get_extra_info("peername") or ("", 0))[:2],
             "scheme": "http",
             "method": request.method.decode(),
@@ -242,6 +242,8 @@ class Connection(asyncio.BufferedProtocol):
 
     async def receive(self) -> Message:
         if self.handed and not self.answered:
+            if not self.inbox:
+                self.transport.resume_reading()  # or nobody would notice that the client leaves
             await self.closed.wait()
         if self.answered or self.closed.is_set():
             return {"type": "http.disconnect"}
@@ -320,10 +322,7 @@ class Connection(asyncio.BufferedProtocol):
 
     async def linger(self) -> None:
         """A client that is still sending gets a moment to read its answer: closing now would take it away again."""
-        if (
-            self.http.their_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED, h11.IDLE)
-            or not self.transport.can_write_eof()
-        ):
+        if self.http.their_state not in (h11.SEND_BODY, h11.ERROR):
             return
         self.waits = time.monotonic()
         with contextlib.suppress(TimeoutError, OSError):
