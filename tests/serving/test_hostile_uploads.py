@@ -34,7 +34,7 @@ def connect(live: Running) -> socket.socket:
 
 def request(length: int | None, kind: str = "image/png") -> bytes:
     size = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
-    return f"POST /v1/predict HTTP/1.1\r\nHost: here\r\nContent-Type: {kind}\r\n{size}\r\n\r\n".encode()
+    return f"POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n{size}\r\n\r\n".encode()
 
 
 def post(live: Running, body: bytes, kind: str = "image/png") -> tuple[int, dict[str, object]]:
@@ -155,12 +155,10 @@ def test_a_body_of_200_megabytes_that_does_not(live: Running, kind: str) -> None
         if "form" in kind:
             start = b'--x\r\nContent-Disposition: form-data; name="image"\r\n\r\n'
             wire.sendall(b"%x\r\n%s\r\n" % (len(start), start))
-        for _ in range(200):
-            wire.sendall(b"%x\r\n%s\r\n" % (len(block), block))
-        wire.sendall(b"0\r\n\r\n")
-        refused(answer(wire), 413, "larger than the 20 MB")
-        wire.sendall(request(len(PNG)) + PNG)  # the rest was read to nowhere, so the connection is good for more
-        assert answer(wire)[0] == 200
+        with pytest.raises(OSError):  # noqa: PT012 - the server hangs up long before the end
+            for _ in range(200):
+                wire.sendall(b"%x\r\n%s\r\n" % (len(block), block))
+        refused(answer(wire), 413, "larger than the 20 MB")  # and still the answer can be read
     assert peak(live) - before < 120 * MEGABYTE
     assert well(live)
 
@@ -183,25 +181,24 @@ def test_a_part_with_endless_headers(live: Running) -> None:
 
 
 def test_a_body_that_trickles(live: Running) -> None:
-    """A byte at a time, never idle for long: the total counts. Others are served meanwhile."""
+    """A byte at a time, never idle for long: the rate counts. Others are served meanwhile."""
     with connect(live) as wire:
         wire.sendall(request(1000))
         start = time.monotonic()
         stop = threading.Event()
-        drip = threading.Thread(
-            target=lambda: [wire.send(b"x") for _ in iter(lambda: stop.wait(0.2), True)], daemon=True
-        )
+        drip = threading.Thread(target=lambda: [wire.send(b"x") for _ in iter(lambda: stop.wait(0.05), True)])
         drip.start()
         assert well(live, within=0.8 * PATIENCE)
-        refused(answer(wire), 408, "did not arrive within 2 s")
-        assert PATIENCE - 0.1 < time.monotonic() - start < PATIENCE + 2
+        refused(answer(wire), 408, "arrives too slowly")
         stop.set()
+        drip.join()
+        assert PATIENCE / 6 - 0.1 < time.monotonic() - start < PATIENCE
     assert well(live)
 
 
 def test_a_body_that_stops(live: Running) -> None:
     with connect(live) as wire:
-        wire.sendall(request(1000) + b"x" * 500)
+        wire.sendall(request(8000) + b"x" * 5000)
         start = time.monotonic()
         refused(answer(wire), 408, "did not arrive within 2 s, or stood still")
         assert time.monotonic() - start < PATIENCE
@@ -210,7 +207,7 @@ def test_a_body_that_stops(live: Running) -> None:
 
 def test_headers_that_never_end(live: Running) -> None:
     with connect(live) as wire, connect(live) as silent:
-        wire.sendall(b"POST /v1/predict HTTP/1.1\r\nHost: here\r\n")
+        wire.sendall(b"POST /v1/predict HTTP/1.1\r\nHost: localhost\r\n")
         refused(answer(wire), 408, "headers did not arrive in time")
         assert wire.recv(10) == b""
         assert silent.recv(10) == b""  # who says nothing at all is not kept either
@@ -252,22 +249,12 @@ def test_slow_clients_in_numbers_do_not_hold_up_others(live: Running) -> None:
     assert well(live)
 
 
-def test_more_connections_than_allowed(live: Running) -> None:
-    wires = [connect(live) for _ in range(520)]
-    wires[-1].sendall(request(len(PNG)) + PNG)
-    refused(answer(wires[-1]), 503, "too many connections")
-    for wire in wires:
-        wire.close()
-    time.sleep(0.2)
-    assert well(live)
-
-
 def test_what_is_not_http(live: Running) -> None:
     for bytes_ in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 5 + b"\r\n\r\n", b"HELO server\r\n\r\n"):
         with connect(live) as wire:
             wire.sendall(bytes_)
             refused(answer(wire), 400, "not HTTP that can be understood")
     with connect(live) as wire:
-        wire.sendall(b"GET / HTTP/1.1\r\nHost: here\r\nX: " + b"y" * 200_000)
+        wire.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 200_000)
         assert answer(wire)[0] == 400
     assert well(live)

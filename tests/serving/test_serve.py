@@ -48,6 +48,7 @@ def test_a_port_in_use(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["RUN", "--queue", "4"], "can never fit a queue of 4"),
         (["RUN", "--token", " "], "the token is empty"),
         (["RUN", "--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
+        (["RUN", "--host-name", "http://my.host"], "--host-name 'http://my.host' is no host's name"),
     ],
 )
 def test_mistakes_are_one_sentence(
@@ -57,15 +58,22 @@ def test_mistakes_are_one_sentence(
     assert said in mistake(words, monkeypatch, capsys)
 
 
+def test_an_empty_token_in_the_environment_is_not_taken_for_none(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VITLAB_TOKEN", "")
+    assert "unset VITLAB_TOKEN" in mistake([str(run), "--port", "0"], monkeypatch, capsys)
+
+
 @pytest.mark.slow
 def test_sigterm_finishes_what_has_begun(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VITLAB_TOKEN", "secret")
     head = (
-        "POST /v1/predict HTTP/1.1\r\nHost: here\r\nContent-Type: image/png\r\n"
+        "POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\n"
         f"Authorization: Bearer secret\r\nContent-Length: {len(PNG)}\r\n\r\n"
     )
     with server(run) as live, socket.create_connection(("127.0.0.1", live.port), timeout=20) as wire:
-        wire.sendall(b"GET /v1/model HTTP/1.1\r\nHost: here\r\n\r\n")
+        wire.sendall(b"GET /v1/model HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert answer(wire)[0] == 401
         wire.sendall(head.encode() + PNG[:50])
         time.sleep(0.3)

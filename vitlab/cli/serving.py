@@ -1,5 +1,6 @@
 """A model behind a page."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +27,10 @@ def serve(
     token: Annotated[
         str | None,
         typer.Option(envvar="VITLAB_TOKEN", help="Ask clients for this; set as a variable, other users do not see it."),
+    ] = None,
+    host_name: Annotated[
+        list[str] | None,
+        typer.Option(help="A name that clients use for this machine; repeatable.", show_default=False),
     ] = None,
     max_batch: Annotated[
         int | None, typer.Option(min=1, help="Images the model sees at a time; 64, on a CPU 16.", show_default=False)
@@ -55,8 +60,9 @@ def serve(
     from vitlab.serving.limits import Limits
     from vitlab.serving.service import Settings
 
+    token = os.environ.get("VITLAB_TOKEN") if token is None else token  # typer takes an empty variable for none
     if token is not None and not token.strip():
-        raise UserError("the token is empty; leave it out, or choose one")
+        raise UserError("the token is empty; choose one, or leave out --token and unset VITLAB_TOKEN")
     limits = Limits(
         max_bytes=int(number(max_bytes.removesuffix("B"), "--max-bytes")),
         max_pixels=int(number(max_pixels, "--max-pixels")),
@@ -64,6 +70,7 @@ def serve(
         formats=read_formats(formats),
         body_seconds=timeout,
         header_seconds=min(10.0, timeout),
+        answer_seconds=min(5.0, timeout),
     )
     settings = Settings(
         name=Path(run).name or run,
@@ -74,7 +81,7 @@ def serve(
         processes=workers,
         limits=limits,
     )
-    open_doors(run, device, host, port, settings)
+    open_doors(run, device, host, port, settings, host_name or [])
 
 
 def read_formats(text: str) -> tuple[str, ...]:
@@ -89,14 +96,16 @@ def read_formats(text: str) -> tuple[str, ...]:
     return names
 
 
-def open_doors(run: str, device: str, host: str, port: int, settings: "Settings") -> None:
+def open_doors(run: str, device: str, host: str, port: int, settings: "Settings", names: list[str]) -> None:
     """Load the model, listen, and say so; returns when the server has been stopped."""
     from vitlab.predict import Classifier
     from vitlab.serving import server
     from vitlab.serving.app import create_app
+    from vitlab.serving.hosts import Hosts
     from vitlab.serving.service import Service
 
     sock = server.listen(host, port)
+    hosts = Hosts(sock.getsockname()[0], [host, *names])
     with console.status(f"loading {escape(run)}"):
         service = Service(Classifier(run, device), settings)
 
@@ -112,7 +121,7 @@ def open_doors(run: str, device: str, host: str, port: int, settings: "Settings"
     def stopping() -> None:
         service.draining = True
 
-    server.serve(create_app(service), sock, settings.limits, started, stopping)
+    server.serve(create_app(service, hosts), sock, settings.limits, started, stopping)
     console.print("stopped", style="dim")
 
 

@@ -17,13 +17,16 @@ from vitlab import __version__
 from vitlab.serving import schema
 from vitlab.serving.explain import facts
 from vitlab.serving.guard import Guard
+from vitlab.serving.hosts import Hosts
 from vitlab.serving.service import Service
 
 TopK = Annotated[int, Query(ge=1, le=1000, description="How many classes to name.")]
 ABOUT = "Classes and attention of pictures, by one Vision Transformer."
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(service: Service, hosts: Hosts | None = None) -> FastAPI:
+    """The application; without `hosts` it answers to any name, which is for whoever embeds it to check."""
+
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
         await service.warm()
@@ -31,7 +34,7 @@ def create_app(service: Service) -> FastAPI:
         await asyncio.to_thread(service.close)
 
     app = FastAPI(title="vitlab", version=__version__, description=ABOUT, lifespan=life, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, metrics=service.metrics, token=service.settings.token)
+    app.add_middleware(Guard, metrics=service.metrics, token=service.settings.token, hosts=hosts)
     app.add_exception_handler(HTTPException, tell_http)
     app.add_exception_handler(RequestValidationError, tell_invalid)
     add_model_routes(app, service)
@@ -41,7 +44,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 def add_model_routes(app: FastAPI, service: Service) -> None:
-    failures = schema.errors(401, 408, 413, 415, 422, 500, 503)
+    failures = schema.errors(400, 401, 408, 413, 415, 421, 422, 500, 503)
 
     @app.post(
         "/v1/predict",
@@ -69,7 +72,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         "/v1/model",
         summary="The model in a few numbers",
         response_description="Its kind and sizes, and the server's limits.",
-        responses=schema.errors(401),
+        responses=schema.errors(401, 421),
     )
     async def model() -> schema.Facts:
         limits = service.limits
@@ -96,7 +99,7 @@ def add_server_routes(app: FastAPI, service: Service) -> None:
         summary="Counters for Prometheus",
         response_description="Requests, latencies, batches, images and the queue, as text.",
         response_class=PlainTextResponse,
-        responses=schema.errors(401),
+        responses=schema.errors(401, 421),
     )
     async def metrics() -> Response:
         return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")

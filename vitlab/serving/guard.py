@@ -1,4 +1,4 @@
-"""What stands before every route: the token, headers that keep browsers safe, errors in one shape, and the counting."""
+"""What stands before every route: Host, token, headers that keep browsers safe, errors in one shape, the counting."""
 
 import hmac
 import json
@@ -8,6 +8,7 @@ import time
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vitlab.serving.hosts import Hosts
 from vitlab.serving.limits import Refused
 from vitlab.serving.metrics import Metrics
 from vitlab.serving.uploads import Gone
@@ -30,10 +31,14 @@ GONE = 499  # never sent: what is counted for a client that went away
 
 
 class Guard:
-    """An ASGI app around the app. Where there is a token, everything wants it but what OPEN names."""
+    """An ASGI app around the app, which decides before a byte of the body is read.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, token: str | None) -> None:
-        self.app, self.metrics, self.token = app, metrics, token
+    Where there is a token, everything wants it but what OPEN names; where there is none, `hosts` says which names mean
+    this server.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, token: str | None, hosts: Hosts | None = None) -> None:
+        self.app, self.metrics, self.token, self.hosts = app, metrics, token, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -53,6 +58,7 @@ class Guard:
         if scope["method"] == "HEAD":  # the server leaves the body out; the app need not know
             scope = {**scope, "method": "GET"}
         try:
+            self.check_host(scope)
             self.check_token(scope)
             await self.app(scope, receive, safe_send)
         except Refused as refused:
@@ -67,6 +73,15 @@ class Guard:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self.metrics.answered(route, status or GONE, time.perf_counter() - start)
+
+    def check_host(self, scope: Scope) -> None:
+        if self.token is not None or self.hosts is None:
+            return
+        sent = next((value for name, value in scope["headers"] if name == b"host"), None)
+        if sent is not None and not self.hosts.allows(text := sent.decode("latin-1")):  # browsers always send one
+            raise Refused(
+                421, f"this server does not go by the name '{text[:80]}'; start it with --host-name to allow it"
+            )
 
     def check_token(self, scope: Scope) -> None:
         if self.token is None or scope["path"] in OPEN or scope["path"].startswith(OPEN_FOLDER):

@@ -8,6 +8,9 @@ from vitlab.config import UserError, check_positive
 
 RETRY = {"Retry-After": "1"}
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "AVIF")  # others by choice: their headers say little of what they cost
+LEAST_RATE = 1000  # bytes a second, either way; who is slower for long holds a place for nothing
+LEAST_PIECE = 64  # bytes, on average, of a chunk or a segment
+SPARE_PIECES = 64  # that may be smaller
 
 
 class Refused(Exception):
@@ -29,23 +32,21 @@ class Limits:
     decode_seconds: int = 5  # of a core, for a picture; three times that with waiting
     body_seconds: float = 30.0  # for a body to arrive; a third of it without a byte is too long as well
     header_seconds: float = 10.0
-    connections: int = 512
+    answer_seconds: float = 5.0  # without an answer being read
+    connections: int = 1024
 
     def __post_init__(self) -> None:
-        check_positive(
-            self,
-            "decode_seconds",
-            "max_bytes",
-            "max_pixels",
-            "max_images",
-            "body_seconds",
-            "header_seconds",
-            "connections",
-        )
+        check_positive(self, "max_bytes", "max_pixels", "max_images", "decode_seconds")
+        check_positive(self, "body_seconds", "header_seconds", "answer_seconds", "connections")
 
     @property
     def idle_seconds(self) -> float:
         return self.body_seconds / 3
+
+    @property
+    def grace_seconds(self) -> float:
+        """For a body to begin to flow; from then on its average must be LEAST_RATE."""
+        return self.body_seconds / 6
 
     @property
     def held_bytes(self) -> int:

@@ -65,10 +65,12 @@ class Health(BaseModel):
 
 
 ERRORS = {
+    400: "The request is not HTTP, or comes in too many tiny pieces.",
     401: "The token is missing or wrong.",
     408: "The body did not arrive in time.",
     413: "Too many bytes, images or pixels.",
     415: "The Content-Type is neither a form nor an image.",
+    421: "The Host header names another server.",
     422: "A broken picture, or a parameter out of range.",
     500: "The model failed on this batch.",
     503: "The queue is full, or the server is stopping; try again after Retry-After seconds.",

@@ -1,107 +1,26 @@
-"""The process: a socket, connections that are not waited for forever, and an orderly end.
+"""The process: a socket, room for its connections, and an orderly end."""
 
-Uvicorn reads HTTP. What it leaves open is closed here: a connection that does not finish its headers, that keeps on
-sending after its answer, or that does not read its answer.
-"""
-
-import asyncio
 import contextlib
 import errno
-import json
+import gc
 import logging
 import socket
 import warnings
 from collections.abc import Callable
 from types import FrameType
-from typing import Literal
 
-import h11
 import uvicorn
 from PIL import Image
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vitlab.config import UserError
+from vitlab.serving.connection import Connection
 from vitlab.serving.limits import Limits
+from vitlab.serving.table import Table
 
-KEEP_ALIVE = 5  # seconds between two requests of a connection
 DRAIN = 25  # seconds to finish what has begun, when asked to stop; orchestrators kill after 30
-Phase = Literal["headers", "leftover"] | None
-
-
-class Protocol(H11Protocol):
-    """Uvicorn's HTTP/1.1, impatient."""
-
-    limits = Limits()
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.phase: Phase = None
-        self.timer: asyncio.TimerHandle | None = None
-        self.begun = False
-        if len(self.connections) > self.limits.connections:
-            self.refuse(503, "too many connections; try again in a moment")
-        self.watch()
-
-    def data_received(self, data: bytes) -> None:
-        self.begun = True
-        super().data_received(data)
-        self.watch()
-
-    def on_response_complete(self) -> None:
-        self.begun = False
-        super().on_response_complete()
-        self.watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self.stop_timer()
-
-    def watch(self) -> None:
-        """Arm the timer of the phase the connection is in, once per phase."""
-        theirs, ours = self.conn.their_state, self.conn.our_state
-        phase: Phase = None
-        if theirs is h11.IDLE:
-            phase = "headers"
-        elif theirs is h11.SEND_BODY and ours in (h11.DONE, h11.MUST_CLOSE):
-            phase = "leftover"  # answered already; the rest of the body is read to nowhere, but not forever
-        if phase == self.phase:
-            return
-        self.stop_timer()
-        self.phase = phase
-        if phase == "headers":
-            self.timer = self.loop.call_later(self.limits.header_seconds, self.headers_late)
-        elif phase == "leftover":
-            self.timer = self.loop.call_later(self.limits.body_seconds, self.transport.abort)
-
-    def stop_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-        self.timer = self.phase = None
-
-    def headers_late(self) -> None:
-        if self.begun:
-            self.refuse(408, "the request's headers did not arrive in time")
-        else:
-            self.transport.close()
-
-    def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()
-        self.loop.call_later(self.limits.body_seconds, self.transport.abort)  # if the answer is still not read by then
-
-    def send_400_response(self, msg: str) -> None:
-        self.refuse(400, "this is not HTTP that can be understood")
-
-    def refuse(self, status: int, sentence: str) -> None:
-        """An answer to something that never became a request."""
-        if self.transport.is_closing():
-            return
-        body = json.dumps({"error": sentence}).encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        with contextlib.suppress(h11.LocalProtocolError):  # an answer has begun already
-            for event in (h11.Response(status_code=status, headers=headers), h11.Data(body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+FILES = 256  # open files beside the connections'
+SEND_BUFFER = 65_536  # bytes; the kernel would take megabytes of answers for a client that reads none
 
 
 class Server(uvicorn.Server):
@@ -113,6 +32,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        gc.collect()
+        gc.freeze()  # what is here stays: looking through all of torch again would stop everybody for 0.2 s at a time
         if self.started:
             self.on_start()
 
@@ -124,11 +45,12 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The socket, taken before the model is loaded, so that a port in use is told at once."""
+    """The socket, taken before the model is loaded, so that a port in use is reported at once."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         taken = socket.socket(family, kind, proto)
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # its connections inherit it
         taken.bind(address)
     except OSError as error:
         taken_already = error.errno == errno.EADDRINUSE
@@ -136,6 +58,23 @@ def listen(host: str, port: int) -> socket.socket:
         option = "--port" if taken_already or error.errno == errno.EACCES else "--host"
         raise UserError(f"cannot listen on {host} port {port}: {reason}; choose another with {option}") from None
     return taken
+
+
+def room(connections: int) -> int:
+    """As many connections as wanted, or as this process may have files open."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return connections
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * connections + FILES  # as many again may wait for a place
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with contextlib.suppress(OSError, ValueError):  # some systems have another limit, which they do not name
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return min(connections, max(1, (soft - FILES) // 2, soft // 4))
 
 
 def serve(
@@ -149,15 +88,15 @@ def serve(
     Image.MAX_IMAGE_PIXELS = limits.max_pixels  # Pillow's own guard stands at twice this
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # and ours, at this, refuses
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    table = Table(room(limits.connections))
     config = uvicorn.Config(
         app,
-        http=type("Timed", (Protocol,), {"limits": limits}),
+        http=type("Limited", (Connection,), {"limits": limits, "table": table}),
         ws="none",
         loop="asyncio",
         lifespan="on",
         log_config=None,
         access_log=False,
-        timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=DRAIN,
         server_header=False,
         proxy_headers=False,

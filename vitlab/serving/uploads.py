@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from fastapi import Request
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from vitlab.serving.limits import Ledger, Limits, Refused, short
+from vitlab.serving.limits import LEAST_RATE, Ledger, Limits, Refused, short
 
 FIELD = "image"
 MOST_NAME = 200  # characters of a file's name that are kept
@@ -70,21 +71,25 @@ def too_large(limits: Limits) -> Refused:
 
 
 async def chunks(request: Request, limits: Limits) -> AsyncIterator[bytes]:
-    """The body piece by piece; it has to arrive in time, and to keep arriving."""
-    deadline = time.monotonic() + limits.body_seconds
-    more = True
+    """The body piece by piece; it has to arrive in time, to keep arriving, and not to dribble."""
+    start, taken, more = time.monotonic(), 0, True
+    grace = limits.grace_seconds * random.uniform(1, 1.5)  # clients that came together are not dismissed together
     while more:
-        left = min(limits.idle_seconds, deadline - time.monotonic())
+        idle, late = time.monotonic() + limits.idle_seconds, start + limits.body_seconds
+        slow = start + max(grace, taken / LEAST_RATE)
         try:
-            async with asyncio.timeout(max(0.0, left)):
+            async with asyncio.timeout(max(0.0, min(idle, late, slow) - time.monotonic())):
                 message = await request.receive()
         except TimeoutError:
             sentence = f"the body did not arrive within {limits.body_seconds:g} s, or stood still for a third of that"
+            if slow < min(idle, late):
+                sentence = f"the body arrives too slowly; send at least {short(LEAST_RATE)}B a second"
             raise Refused(408, sentence, {"Connection": "close"}) from None
         if message["type"] == "http.disconnect":
             raise Gone
         more = message.get("more_body", False)
         if body := message.get("body", b""):
+            taken += len(body)
             yield body
 
 

@@ -1,0 +1,197 @@
+"""What is decided before a body is read, on the real server: the token, the Host, and where a message ends."""
+
+import asyncio
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chaos.clients import besieged, health
+from servers import Running, answer, encoded, photo, save, server
+
+PATIENCE = 2.0
+PNG = encoded(photo())
+PAGE = "/page/style.css"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("front") / "small")
+
+
+@pytest.fixture(scope="module")
+def live(run: Path) -> Iterator[Running]:
+    with server(run, "--timeout", str(PATIENCE), "--host-name", "lab.example") as live:
+        yield live
+        assert "Traceback" not in "".join(live.said)
+
+
+@pytest.fixture(scope="module")
+def guarded(run: Path) -> Iterator[Running]:
+    with server(run, "--timeout", str(PATIENCE), "--token", "secret") as live:
+        yield live
+        assert "Traceback" not in "".join(live.said)
+
+
+def connect(live: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", live.port), timeout=20)
+
+
+def ask(live: Running, *lines: str, body: bytes = b"", start: str = "GET /healthz") -> tuple[int, str]:
+    with connect(live) as wire:
+        wire.sendall("\r\n".join([f"{start} HTTP/1.1", *lines, "", ""]).encode() + body)
+        status, found = answer(wire)
+    return status, str(found.get("error", ""))
+
+
+# ---- the Host
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]", "lab.example", "LAB.example:99"])
+def test_names_of_this_server(live: Running, host: str) -> None:
+    assert ask(live, f"Host: {host}")[0] == 200
+
+
+@pytest.mark.parametrize("start", ["GET /healthz", "GET /", "GET /metrics", "POST /v1/predict"])
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", ""])
+def test_a_page_that_points_its_name_here_reads_nothing(live: Running, host: str, start: str) -> None:
+    status, sentence = ask(live, f"Host: {host}", start=start)
+    assert status == 421
+    assert "--host-name" in sentence
+
+
+def test_who_has_the_token_may_call_it_anything(guarded: Running) -> None:
+    assert ask(guarded, "Host: any.example", "Authorization: Bearer secret", start="GET /v1/model")[0] == 200
+    assert ask(guarded, "Host: any.example", start="GET /v1/model")[0] == 401
+
+
+# ---- where a message ends
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("Content-Length: 5", "Transfer-Encoding: chunked"),
+        ("Transfer-Encoding: chunked", "Content-Length: 5"),
+        ("Content-Length: 5", "Content-Length: 6"),
+        ("Content-Length: 5, 6",),
+        ("Content-Length: -5",),
+        ("Content-Length: +5",),
+        ("Transfer-Encoding: gzip, chunked",),
+        ("Transfer-Encoding: chunked", "Transfer-Encoding: chunked"),
+        ("Transfer-Encoding : chunked",),
+    ],
+)
+def test_two_opinions_on_where_a_message_ends(live: Running, lines: tuple[str, ...]) -> None:
+    body = b"0\r\n\r\nGET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with connect(live) as wire:
+        head = ["POST /v1/predict HTTP/1.1", "Host: localhost", "Content-Type: image/png", *lines, "", ""]
+        wire.sendall("\r\n".join(head).encode() + body)
+        assert answer(wire)[0] == 400
+        assert wire.recv(1000) == b""  # what follows is not taken for a request
+
+
+def test_chunks_need_http_1_1(live: Running) -> None:
+    with connect(live) as wire:
+        wire.sendall(b"POST /v1/predict HTTP/1.0\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
+        assert answer(wire)[0] == 400
+
+
+# ---- bodies that nobody asked for, and bodies in crumbs
+
+
+def crumbs(live: Running) -> tuple[int, str]:
+    """The answer to a body in chunks of one byte."""
+    lines = ("Host: localhost", "Content-Type: image/png", "Transfer-Encoding: chunked")
+    return ask(live, *lines, body=b"1\r\nx\r\n" * 5000, start="POST /v1/predict")
+
+
+def slowest_health_check(live: Running) -> float:
+    """In seconds, while four clients send one-byte chunks as fast as they can."""
+    with besieged(live.port, 10, tiny=4):
+        return max(asyncio.run(health(live.port, time.monotonic() + 1.5, every=0.01)))
+
+
+def test_one_byte_chunks_are_refused_and_nobody_else_notices(live: Running) -> None:
+    status, sentence = crumbs(live)
+    assert status == 400
+    assert "too many tiny pieces" in sentence
+    assert slowest_health_check(live) < 0.5
+
+
+def test_the_token_comes_before_the_body(guarded: Running) -> None:
+    with connect(guarded) as wire:
+        wire.sendall(b"POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n")
+        wire.sendall(b"Content-Type: image/png\r\nExpect: 100-continue\r\n\r\n")
+        assert answer(wire)[0] == 401  # and no invitation to send the body
+    assert crumbs(guarded)[0] == 401  # not 400: none of it was looked at
+    assert slowest_health_check(guarded) < 0.5
+
+
+def test_a_body_that_is_asked_for(guarded: Running) -> None:
+    with connect(guarded) as wire:
+        wire.sendall(b"POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\n")
+        wire.sendall(b"Authorization: Bearer secret\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(PNG))
+        assert wire.recv(1000).startswith(b"HTTP/1.1 100")
+        wire.sendall(PNG)
+        assert answer(wire)[0] == 200
+
+
+def test_chunks_of_an_honest_size(live: Running) -> None:
+    data = encoded(photo(1, 600, 400))
+    chunks = [data[i : i + 500] for i in range(0, len(data), 500)]
+    assert len(chunks) > 200
+    body = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+    lines = ("Host: localhost", "Content-Type: image/png", "Transfer-Encoding: chunked")
+    assert ask(live, *lines, body=body, start="POST /v1/predict")[0] == 200
+
+
+# ---- answers that nobody reads
+
+
+def served(live: Running) -> int:
+    """How often a file of the page has been sent."""
+    with connect(live) as wire:
+        wire.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        text = b"".join(iter(lambda: wire.recv(65536), b"")).decode()
+    found = re.search(r'vitlab_requests_total\{route="/page/\{name\}",status="200"\} (\d+)', text)
+    return int(found[1]) if found else 0
+
+
+def test_a_silent_reader_is_hung_up_on(live: Running) -> None:
+    before = served(live)
+    with connect(live) as wire:
+        wire.sendall(f"GET {PAGE} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() * 1000)
+        start = time.monotonic()
+        with pytest.raises(OSError):  # noqa: PT012 - it is cut off
+            while time.monotonic() - start < 4 * PATIENCE:
+                time.sleep(0.1)
+                wire.send(b"G")
+        assert time.monotonic() - start < PATIENCE + 2
+    assert served(live) - before < 200  # of the thousand it asked for: no more than fits some buffers
+
+
+def test_pipelined_requests_are_answered_in_order(live: Running) -> None:
+    with connect(live) as wire:
+        wire.sendall(
+            b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        )
+        wire.sendall(b"POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\n")
+        wire.sendall(b"Content-Length: %d\r\n\r\n" % len(PNG) + PNG + b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        data = b"".join(iter(lambda: wire.recv(65536), b""))
+    assert [int(status) for status in re.findall(rb"HTTP/1.1 (\d+)", data)] == [200, 404, 200, 200]
+
+
+def test_one_slow_reader_gets_all_of_it(live: Running) -> None:
+    """Slow is not silent: 10 kB at a time, with pauses, for longer than an answer may lie unread."""
+    number = 60
+    with connect(live) as wire:
+        ask = f"GET {PAGE} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+        wire.sendall(ask * (number - 1) + ask.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        data = b""
+        while more := wire.recv(20_000):
+            data += more
+            time.sleep(0.1)
+    assert data.count(b"HTTP/1.1 200") == number

@@ -1,0 +1,40 @@
+"""Which Host headers mean this server."""
+
+import pytest
+
+from vitlab.config import UserError
+from vitlab.serving.hosts import Hosts
+
+OURS = ["localhost", "LOCALHOST:8000", "localhost.", "127.0.0.1", "127.0.0.1:80", "127.9.9.9", "[::1]", "[::1]:8000"]
+NAMES = [
+    "evil.example",
+    "evil.example:8000",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "2130706433",
+    "0x7f.1",
+]
+BROKEN = ["", " ", "::1", "[::1", "localhost:x", "localhost@evil", "a/b", "[evil]", "localhost,evil", "127.1"]
+
+
+@pytest.mark.parametrize("bound", ["127.0.0.1", "::1", "0.0.0.0", "::", "192.168.1.5"])
+def test_this_machine_is_always_meant_and_other_names_never(bound: str) -> None:
+    hosts = Hosts(bound)
+    assert [name for name in OURS if not hosts.allows(name)] == []
+    assert [name for name in NAMES + BROKEN if hosts.allows(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("bound", "expected"), [("127.0.0.1", False), ("192.168.1.5", True), ("192.168.1.6", False), ("0.0.0.0", True)]
+)
+def test_the_address_it_listens_on(bound: str, expected: bool) -> None:
+    assert Hosts(bound).allows("192.168.1.5:8000") is expected
+
+
+def test_names_that_are_given() -> None:
+    hosts = Hosts("0.0.0.0", ["Lab.Example.", "gpu-1", "[fe80::1]"])
+    assert all(map(hosts.allows, ["lab.example:80", "LAB.EXAMPLE", "gpu-1", "[fe80::1]:9"]))
+    assert not hosts.allows("gpu-2")
+    for wrong in ("http://lab", "lab:80", "", "a b", "*"):
+        with pytest.raises(UserError, match="--host-name"):
+            Hosts("0.0.0.0", [wrong])

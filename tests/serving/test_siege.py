@@ -1,0 +1,90 @@
+"""Good clients while hostile ones do their worst, all from one address: they are served, and in time.
+
+By itself, `python tests/serving/test_siege.py [SECONDS]` prints what it measured.
+"""
+
+import asyncio
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for who runs this file by itself
+from chaos.clients import Load, besieged, health, press
+from servers import Running, encoded, photo, save, server
+
+HOSTILE = {"silent": 512, "slow": 300, "tiny": 4}
+CLIENTS = 64
+SECONDS = 20.0
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with server(save(tmp_path_factory.mktemp("siege") / "small")) as live:
+        yield live
+        assert live.process.poll() is None
+        assert "Traceback" not in "".join(live.said)
+
+
+def measure(live: Running, clients: int, seconds: float, hostile: dict[str, int]) -> tuple[Load, list[float]]:
+    """What good clients see, and how long each health check takes."""
+    pictures = [encoded(photo(seed, 160, 120), "JPEG") for seed in range(clients)]
+
+    async def both(load: Load) -> list[float]:
+        end = time.monotonic() + seconds
+        return (await asyncio.gather(health(live.port, end), press(live.port, pictures, end, load)))[0]
+
+    load = Load()
+    with besieged(live.port, seconds + 60, **hostile) if hostile else contextlib.nullcontext():
+        checks = asyncio.run(both(load))
+    return load, checks
+
+
+def report(load: Load, checks: list[float]) -> str:
+    middle, late = load.percentile(0.5) * 1000, load.percentile(0.99) * 1000
+    return (
+        f"{len(load.answers)} answers, median {middle:.0f} ms, p99 {late:.0f} ms, {len(load.errors)} errors; "
+        f"health check at most {max(checks) * 1000:.0f} ms"
+    )
+
+
+def test_a_short_siege(live: Running) -> None:
+    load, checks = measure(live, 8, 3.0, {"silent": 60, "slow": 40, "tiny": 4, "dribble": 20})
+    assert load.errors == []
+    assert len(load.answers) > 50
+    assert max(checks) < 1.0
+
+
+def measure_siege(live: Running, seconds: float) -> tuple[float, str]:
+    """p99 under siege by p99 in peace, and the words for it; any error fails."""
+    measure(live, CLIENTS, 2.0, {})
+    quiet, quiet_checks = measure(live, CLIENTS, seconds, {})
+    load, checks = measure(live, CLIENTS, seconds, HOSTILE)
+    ratio = load.percentile(0.99) / quiet.percentile(0.99)
+    words = f"quiet: {report(quiet, quiet_checks)}\nsiege: {report(load, checks)}\np99 {ratio:.2f} times"
+    assert load.errors == quiet.errors == [], words + str(load.errors[:3])
+    assert max(checks) < 1.0, words
+    return ratio, words
+
+
+@pytest.mark.slow
+def test_a_siege(live: Running) -> None:
+    ratio, words = measure_siege(live, SECONDS)
+    print(words)
+    assert ratio < 3, words
+
+
+@pytest.mark.slow
+def test_more_silent_readers_than_the_table_has_room_for(live: Running) -> None:
+    load, checks = measure(live, 8, 12.0, {"silent": 1500})
+    assert load.errors == [], report(load, checks)
+    assert max(checks) < 2.0
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as spare, server(save(Path(spare) / "small")) as one:
+        print(measure_siege(one, float(sys.argv[1]) if len(sys.argv) > 1 else SECONDS)[1])
