@@ -9,7 +9,6 @@ from signal import SIGINT
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from vitlab.cli.app import app, console
@@ -218,7 +217,7 @@ class Features:
     def introduce(self) -> None:
         d, where = self.data, "not kept (--keep FOLDER keeps them)" if self.keep is None else f"kept in {self.keep}"
         line = f"{d.name}: {len(d.train):,} training and {len(d.test):,} test images, {d.note}; features are {where}"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
     def of(self, source: "Source", split: str) -> "Extracted":
         from vitlab.evaluation.extract import extract
@@ -275,7 +274,7 @@ def amount(word: str, option: str) -> float:
 
 def say(notes: Sequence[str]) -> None:
     for note in notes:
-        console.print(f"[yellow]note:[/] {escape(note)}", highlight=False, soft_wrap=True)
+        console.remark("note", note)
 
 
 def check_writable(path: Path | None) -> None:
@@ -291,4 +290,4 @@ def write_json(path: Path | None, said: dict[str, Any]) -> None:
         path.write_text(json.dumps(said, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
-    console.print(f"the numbers are in {path}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"the numbers are in {path}", soft_wrap=True)

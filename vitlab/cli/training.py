@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from vitlab.cli.app import app, console
@@ -99,7 +98,7 @@ def finetune(
         for line in advice.lines if cluster.first else ():
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         for line in advice.warnings if cluster.first else ():
-            console.print(f"[yellow]warning:[/] {escape(line)}", highlight=False, soft_wrap=True)
+            console.remark("warning", line)
         outcome = go(advice.recipe, out, resume)
     report_on(outcome, advice.recipe.device)
 
@@ -147,8 +146,7 @@ def report_on(outcome: "Outcome", device: str) -> None:
         path = write_report(outcome.folder, device=device)
         console.print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
     except (UserError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        line = f"[yellow]note:[/] the model is saved, but there is no report: {escape(str(error))}; {escape(again)}"
-        console.print(line, highlight=False, soft_wrap=True)
+        console.remark("note", f"the model is saved, but there is no report: {error}; {again}")
     except KeyboardInterrupt:
         raise Stopped(signal.SIGINT, f"the model is saved, the report is not finished; {again}") from None
 

@@ -27,6 +27,7 @@ from vitlab.data.sources import Data
 from vitlab.device import has_bf16, pick_workers, sound_kernels
 from vitlab.models.variants import build
 from vitlab.models.vit import ViT
+from vitlab.terminal import Terminal
 from vitlab.training import checkpoint, sharded
 from vitlab.training.checkpoint import Facts
 from vitlab.training.graph import Recorded
@@ -303,7 +304,7 @@ class Run:
 
     def warn(self, line: str) -> None:
         if self.cluster.first:
-            Console(stderr=True).print(f"warning: {line}", highlight=False, markup=False)
+            Terminal(stderr=True).print(f"warning: {line}")
 
     # ---- keeping records
 
