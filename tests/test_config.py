@@ -200,7 +200,7 @@ def test_wrong_resnets(wrong: dict[str, Any], word: str) -> None:
         ({"mean": (0.5, 0.5)}, "mean must be a list of"),
         ({"mean": 0.5}, "mean must be a list of"),
         ({"mean": ("a", "b", "c")}, "mean must be"),
-        ({"crop": 0}, "crop must be above 0"),
+        ({"crop": 0}, "crop must be at least 0.1"),
         ({"crop": 1.1}, "at most 1"),
         ({"crop": float("nan")}, "crop must be"),
         ({"fit": "pad"}, "'crop' or 'stretch'"),

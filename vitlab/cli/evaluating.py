@@ -236,7 +236,11 @@ def show_vtab(study: "Study") -> None:
                 cells = f"{task.classes}", f"{result.images:,}", f"{result.lr:g}", f"{rate.value:.2%}", span
                 table.add_row(task.name, *cells)
         if group in found:
-            table.add_row(f"{group}, {found[group]['done']} of {found[group]['of']}", *mean_cells(found[group]["mean"]), style="bold")
+            table.add_row(
+                f"{group}, {found[group]['done']} of {found[group]['of']}",
+                *mean_cells(found[group]["mean"]),
+                style="bold",
+            )
             table.add_section()
     every = found["all"]
     table.add_row(f"mean of {every['done']} of the {every['of']}", *mean_cells(every["mean"]), style="bold")
