@@ -50,7 +50,10 @@ def verb(command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.Monke
         ("two\nlines\t", "two\\nlines\\t"),
         ("caf\udce9 \ud800", "caf\\udce9 \\ud800"),
         ("\u2066x\u2028\u200f\U000e0041", "\\u2066x\\u2028\\u200f\\U000e0041"),
-        ("고양이 é 日本\u3000語 \u06a9\u062a\u0627\u0628\u200c\u0647\u0627 \U0001f468\u200d\U0001f469", None),  # as it is
+        (
+            "고양이 é 日本\u3000語 \u06a9\u062a\u0627\u0628\u200c\u0647\u0627 \U0001f468\u200d\U0001f469",
+            None,
+        ),  # as it is
     ],
 )
 def test_printable(text: str, shown: str | None) -> None:
@@ -193,7 +196,10 @@ def test_errors(words: tuple[str, ...], verb: Verb) -> None:
     ("error", "words"),
     [
         (MemoryError(), "not enough memory"),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory"), "memory"),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory"),
+            "memory",
+        ),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "not enough memory"),
         (OSError(28, "No space left on device", "/a/b"), "/a/b cannot be used: No space left on device"),
         (OSError(30, "Read-only file system"), "a file cannot be used: Read-only file system"),

@@ -73,14 +73,21 @@ def fetch(address: str) -> bytes:
                     data = taken(answer, address)
                     left(deadline)  # a stream that was cut off looks as if it had ended
                     return data
-                found = parsed(urljoin(found.geturl(), answer.headers.get("Location", "")))
+                found = moved(found, answer.headers.get("Location", ""))
         raise Refused(f"it is redirected more than {REDIRECTS} times")
     except Refused as error:
         raise BrokenImage(address, str(error)) from None
     except (OSError, HTTPException, ValueError) as error:
         late = time.monotonic() >= deadline - 0.01
-        why = f"it did not come complete within {PATIENCE:.0f} seconds" if late else str(error) or type(error).__name__
-        raise BrokenImage(address, why) from None
+        why = f"it did not come complete within {PATIENCE:.0f} seconds" if late else str(error).strip()
+        raise BrokenImage(address, why or type(error).__name__) from None
+
+
+def moved(address: SplitResult, location: str) -> SplitResult:
+    try:
+        return parsed(urljoin(address.geturl(), location))
+    except (Refused, ValueError):
+        raise Refused(f"it is redirected to '{location[:100]}', which is no http or https address") from None
 
 
 def origin(address: SplitResult) -> tuple[str, str | None, int | None]:
@@ -90,7 +97,10 @@ def origin(address: SplitResult) -> tuple[str, str | None, int | None]:
 def taken(answer: HTTPResponse, name: str) -> bytes:
     if answer.status != 200:
         raise Refused(f"HTTP Error {answer.status}: {answer.reason}")
-    return read_limited(answer, name)
+    data = read_limited(answer, name)
+    if answer.length:
+        raise Refused(f"the server stopped {answer.length:,} bytes before its end")
+    return data
 
 
 def read_limited(file: IO[bytes] | HTTPResponse, name: str) -> bytes:
@@ -203,13 +213,10 @@ def is_own(host: str) -> bool:
 def is_public(address: str) -> bool:
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
-        inner = [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
-        if ip in NAT64:
-            inner.append(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
-        if not all(v4 is None or is_public(str(v4)) for v4 in inner):
+        if ip.ipv4_mapped is not None or ip in NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
+        if ip.sixtofour is not None or ip.teredo is not None:  # tunnels to any IPv4 address, out of use
             return False
-        if ip.ipv4_mapped is not None:
-            return True
     return ip.is_global and not (ip.is_multicast or ip.is_reserved)
 
 
