@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -255,7 +256,7 @@ def words(text: str, option: str) -> list[str]:
 
 
 def count(word: str, option: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
+    if not re.fullmatch("[0-9]{1,9}", word) or int(word) < 1:
         raise UserError(f"{option} must be whole numbers from 1 on, as in 1,5,10, not '{word}'")
     return int(word)
 
