@@ -160,10 +160,11 @@ def test_evaluate(run: Path, photos: Path, verb: Verb) -> None:
     assert SPELT_FILE in text.partition("error: ")[2]
     (photos / FILE).rename(photos / "[red]other")
     labels.write_text("[red]other\ncaf\\udce9\n[bold]x\n")
-    code, text = verb(*words)
+    code, text = verb(*words, "--out", photos.parent / "scores")
     assert code == 0
     assert "caf\\udce9" in text
     assert "[red]other" in text
+    assert b"/caf\xe9/" in (photos.parent / "scores" / "predictions.csv").read_bytes()
 
 
 def test_inspect(run: Path, photos: Path, tmp_path: Path, verb: Verb) -> None:

@@ -119,6 +119,12 @@ def test_a_member_that_leads_back_to_itself(tmp_path: Path) -> None:
     assert "cannot be read as a tar shard" in opened(tmp_path / "set.tar")
 
 
+@pytest.mark.parametrize("size", [1 << 33, 1 << 40, (1 << 63) - 1, 1 << 80])
+def test_a_member_larger_than_its_shard(tmp_path: Path, size: int) -> None:
+    (tmp_path / "set.tar").write_bytes(header("a.cls", 0) + header("a.png", size) + bytes(2048))
+    assert "cannot be read as a tar shard" in opened(tmp_path / "set.tar")
+
+
 def test_a_label_of_holes(tmp_path: Path) -> None:
     """GNU's sparse files: a few bytes that stand for any number of zeros."""
     path = shard(tmp_path / "set.tar", "0", "1")
@@ -253,6 +259,13 @@ def test_one_picture_many_times_over(tmp_path: Path, schema: bool) -> None:
     path = tmp_path / "train.parquet"
     assert path.stat().st_size < 2 << 20
     assert "unpacks to more than 10 times its size" in opened(path)
+
+
+@pytest.mark.slow
+def test_a_label_for_every_row(tmp_path: Path) -> None:
+    labels = [f"{i:0200d}" for i in range(400_000)]
+    path = parquet(tmp_path / "train.parquet", table(labels, pa.nulls(400_000, pa.binary())))
+    assert "different labels, or very long ones" in opened(path)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import numpy as np
 
 from vitlab.config import MOST_CLASSES, UserError, listed, valid_text
 from vitlab.data.pieces import LARGEST
-from vitlab.data.splits import LONGEST_LABEL
+from vitlab.data.splits import ALL_LABELS, LONGEST_LABEL
 
 IMAGES, LABELS = ("image", "img", "jpg", "png", "webp"), ("label", "labels", "fine_label", "cls", "class")
 MEMORY = 1 << 30  # bytes for this process
@@ -62,6 +62,7 @@ class Flat:
         self.offset, self.length, self.name = array("q"), array("q"), array("H")
         self.labels: list[np.ndarray] = []
         self.words: dict[str, int] = {}  # of labels that are no numbers, by their own
+        self.letters = 0
         self.written = 0
 
     def column(self, known: tuple[str, ...]) -> str:
@@ -140,9 +141,12 @@ class Flat:
     def number(self, word: str) -> int:
         if len(word) > LONGEST_LABEL:
             raise UserError(f"'{self.path}' has a label of {len(word):,} letters; {LONGEST_LABEL} are the most")
-        if len(self.words) >= MOST_CLASSES and word not in self.words:
-            raise UserError(f"'{self.path}' has more than {MOST_CLASSES:,} different labels")
-        return self.words.setdefault(word, len(self.words))
+        if word not in self.words:
+            self.letters += len(word)
+            self.words[word] = len(self.words)
+            if len(self.words) > MOST_CLASSES or self.letters > ALL_LABELS:
+                raise UserError(f"'{self.path}' has more than {MOST_CLASSES:,} different labels, or very long ones")
+        return self.words[word]
 
 
 def parts(row: Any) -> tuple[Any, bytes]:
@@ -177,7 +181,9 @@ def class_names(metadata: dict[bytes, bytes], column: str) -> tuple[list[str], s
             return [], ""
     if not (isinstance(found, list) and all(isinstance(name, str) and len(name) <= LONGEST_LABEL for name in found)):
         return [], bad
-    return ([valid_text(name) for name in found], "") if len(found) <= MOST_CLASSES else ([], bad)
+    if len(found) > MOST_CLASSES or sum(map(len, found)) > ALL_LABELS:
+        return [], bad
+    return [valid_text(name) for name in found], ""
 
 
 if __name__ == "__main__":

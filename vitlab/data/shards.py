@@ -28,12 +28,12 @@ from vitlab.config import MOST_CLASSES, UserError
 from vitlab.data.draws import Ints
 from vitlab.data.images import EXTENSIONS, Shrink, decode
 from vitlab.data.pieces import KEEP, Pieces
-from vitlab.data.splits import LONGEST_LABEL, by_split, cache_folder, locked, numbered
+from vitlab.data.splits import ALL_LABELS, LONGEST_LABEL, by_split, cache_folder, locked, numbered
 
 PIPE = "pipe:"
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 MOST_SHARDS, MOST_MEMBERS = 1_000_000, 2_000_000  # that braces may stand for; files in a shard
-LONGEST_KEY, LONGEST_HEADER, LONGEST_LIST = 512, 4096, 64 << 20  # bytes; the last of a classes.txt
+LONGEST_KEY, LONGEST_HEADER = 512, 4096  # bytes
 
 
 def is_shards(spec: str) -> bool:
@@ -72,6 +72,8 @@ def splits(spec: str) -> dict[str, Shards]:
     grouped = by_split(urls, root)
     tables = {split: index_of(parts) for split, parts in grouped.items()}
     words = {text(word) for table in tables.values() for word in np.unique(table["label"])}
+    if len(words) > MOST_CLASSES or sum(map(len, words)) > ALL_LABELS:
+        raise UserError(f"'{spec}' has more than {MOST_CLASSES:,} different labels, or very long ones")
     numeric = all(NUMBER.fullmatch(word) for word in words)
     classes = read_classes(Path(spec).parent / "classes.txt")
     if classes is None and numeric:
@@ -95,8 +97,8 @@ def read_classes(path: Path) -> tuple[str, ...] | None:
     """Names of classes, a line each, where there is such a file."""
     if not path.is_file():
         return None
-    if path.stat().st_size > LONGEST_LIST:
-        raise UserError(f"'{path}' is larger than {LONGEST_LIST >> 20} MB, and no list of class names")
+    if path.stat().st_size > ALL_LABELS:
+        raise UserError(f"'{path}' is larger than {ALL_LABELS >> 20} MB, and no list of class names")
     names = tuple(line[:LONGEST_LABEL] for line in text(path.read_bytes()).splitlines())
     if len(names) > MOST_CLASSES:
         raise UserError(f"'{path}' has {len(names):,} lines; a set has at most {MOST_CLASSES:,} classes")

@@ -9,6 +9,7 @@ from pathlib import Path
 from vitlab.config import MOST_CLASSES, UserError
 
 LONGEST_LABEL = 256  # letters
+ALL_LABELS = 64 << 20  # letters of all class names together
 FREE_CLASSES, PER_IMAGE = 50_000, 100  # a set may number so many classes, or so many for each of its images
 WORDS = {
     "train": "train",
