@@ -6,7 +6,6 @@ import http.server
 import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -423,41 +422,6 @@ def test_a_server_may_neither_flood_nor_dawdle(site: str, monkeypatch: pytest.Mo
     with pytest.raises(web.BrokenImage, match="did not come complete"):
         web.fetch(f"{site}/drip.png")
     assert time.monotonic() - start < 1.5
-
-
-def test_a_crop_that_asks_for_all_memory(run: str, photos: Path, tmp_path: Path, cli) -> None:
-    folder = shutil.copytree(run, tmp_path / "run")
-    config = json.loads((folder / "config.json").read_text())
-    config["preprocess"]["crop"] = 1e-4  # a photo is scaled to 160,000 pixels a side
-    (folder / "config.json").write_text(json.dumps(config))
-    code, _, err = cli("predict", folder, photos)
-    assert code == 1
-    assert "crop must be at least 0.1 and at most 1, not 0.0001" in err
-
-
-def test_pipes_and_devices_are_not_waited_for(run: str, photos: Path, tmp_path: Path, cli) -> None:
-    (tmp_path / "set").mkdir()
-    picture(1).save(tmp_path / "set" / "a.png")
-    os.mkfifo(tmp_path / "set" / "pipe.jpg")
-    for words in ([tmp_path / "set"], [tmp_path / "set" / "*"]):
-        code, out, err = cli("predict", run, *words, "--json")
-        assert code == 0
-        assert len(out.splitlines()) == 1
-        assert "Traceback" not in err
-    for name in (tmp_path / "set" / "pipe.jpg", "/dev/zero"):
-        code, _, err = cli("predict", run, name)
-        assert code == 1
-        assert f"'{name}' is a pipe or a device, no file" in err
-
-
-@pytest.mark.parametrize("name", ["run", "model.safetensors"])
-def test_weights_that_are_a_pipe(photos: Path, tmp_path: Path, name: str, cli) -> None:
-    (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "folder" / name)
-    for place in (tmp_path / "folder", tmp_path / "folder" / name):
-        code, _, err = cli("predict", place, photos)
-        assert code == 1
-        assert err.startswith("error: ")
 
 
 # ---- processes

@@ -162,9 +162,9 @@ def test_a_picture_of_gigabytes_does_not_stop_the_next(tmp_path: Path) -> None:
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
-    whole = path.read_bytes()
-    at = whole.index(b"4.png\0")
-    holes(path, whole[:at] + header("4.png", 1 << 40), at + 512 + (1 << 40) + 1024)
+    content = path.read_bytes()
+    at = content.index(b"4.png\0")
+    holes(path, content[:at] + header("4.png", 1 << 40), at + 512 + (1 << 40) + 1024)
     source = open_data(str(path)).train.whole  # type: ignore[attr-defined]
     with pytest.raises(BrokenImage, match="4: it is larger than 256 MB"):
         source.image(4)
@@ -299,11 +299,11 @@ def test_rows_without_pictures_do_not_stop_the_next(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_a_sentence(tmp_path: Path) -> None:
     """Bytes of the end, where the file describes itself, are changed; some of that harms nothing."""
-    whole = parquet(tmp_path / "train.parquet", table([0, 1, 1])).read_bytes()
+    content = parquet(tmp_path / "train.parquet", table([0, 1, 1])).read_bytes()
     rng = np.random.default_rng(0)
     for _ in range(5):
-        changed = bytearray(whole)
-        for at in rng.integers(len(whole) // 2, len(whole) - 8, 3):
+        changed = bytearray(content)
+        for at in rng.integers(len(content) // 2, len(content) - 8, 3):
             changed[at] = rng.integers(256)
         (tmp_path / "train.parquet").write_bytes(changed)
         with suppress(UserError):

@@ -138,8 +138,8 @@ def flat(path: str) -> Copy:
         raise UserError(
             f"'{path}' cannot be copied to '{name.parent}': {error}; VITLAB_DATA names another place"
         ) from None
-    told = json.loads(index.pop("about").tobytes())
-    return Copy(f"{name}.bin", index, tuple(told["names"]), tuple(told["words"]))
+    known = json.loads(index.pop("about").tobytes())
+    return Copy(f"{name}.bin", index, tuple(known["names"]), tuple(known["words"]))
 
 
 def make(path: str, name: str, size: int) -> None:
