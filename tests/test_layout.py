@@ -8,7 +8,7 @@ import vitlab
 ROOT = Path(vitlab.__file__).parent
 # Lower floors first; a module may import from its own floor or below.
 FLOORS = [
-    {"config", "device"},
+    {"config", "device", "terminal"},
     {"models", "data"},
     {"cost", "plots"},
     {"weights"},

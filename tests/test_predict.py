@@ -24,7 +24,7 @@ from rich.cells import cell_len
 import vitlab
 from vitlab.cli import main
 from vitlab.config import Preprocess, UserError
-from vitlab.predict import Classifier, inputs
+from vitlab.predict import Classifier, web
 from vitlab.predict.inputs import Inputs, find
 from vitlab.predict.stream import answers
 
@@ -360,7 +360,7 @@ def test_standard_input(run: str, photos: Path, cli, monkeypatch: pytest.MonkeyP
     assert got["path"] == "-"
     assert same(got["classes"], json.loads(wanted)["classes"])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    monkeypatch.setattr(inputs, "LARGEST", 100)
+    monkeypatch.setattr(web, "LARGEST", 100)
     code, _, err = cli("predict", run, "-")
     assert code == 1
     assert "larger than" in err
@@ -414,13 +414,13 @@ def test_addresses_are_fetched_only_when_allowed(run: str, photos: Path, site: s
 
 
 def test_a_server_may_neither_flood_nor_dawdle(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "LARGEST", 200)
-    with pytest.raises(inputs.BrokenImage, match="larger than"):
-        inputs.fetch(f"{site}/a/02.png")
-    monkeypatch.setattr(inputs, "PATIENCE", 0.3)
+    monkeypatch.setattr(web, "LARGEST", 200)
+    with pytest.raises(web.BrokenImage, match="larger than"):
+        web.fetch(f"{site}/a/02.png")
+    monkeypatch.setattr(web, "PATIENCE", 0.3)
     start = time.monotonic()
-    with pytest.raises(inputs.BrokenImage, match="did not come whole"):
-        inputs.fetch(f"{site}/drip.png")
+    with pytest.raises(web.BrokenImage, match="did not come complete"):
+        web.fetch(f"{site}/drip.png")
     assert time.monotonic() - start < 1.5
 
 

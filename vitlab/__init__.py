@@ -55,7 +55,9 @@ class _Say(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         said, self.last = self.last, record.getMessage()
         if self.last != said and not logging.getLogger().handlers:  # a file that is read twice is told of once
-            print(self.last, file=sys.stderr)
+            from vitlab.terminal import printable  # which imports rich
+
+            print(printable(self.last), file=sys.stderr)
 
 
 logging.getLogger("vitlab").setLevel(logging.INFO)

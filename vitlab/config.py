@@ -22,9 +22,21 @@ Fit = Literal["crop", "stretch"]
 Size = tuple[int, int]
 Colour = tuple[float, float, float]
 
+# What a settings file from a stranger may ask for; without bounds one number in it takes all memory.
+LARGEST_SIDE = 8192  # of the model's input, in pixels
+LEAST_CROP, LEAST_STD = 0.1, 1e-4
+MOST_CLASSES = 1_000_000
+MOST = {"patch": LARGEST_SIDE, "depth": 1000, "width": 1 << 16, "mlp": 1 << 20, "heads": 1 << 16}
+MOST |= {"classes": MOST_CLASSES, "prelogits": 1 << 16}
+
 
 class UserError(ValueError):
     """A mistake the user can mend; its message is one sentence that says how."""
+
+
+def valid_text(text: str) -> str:
+    """A name that any file can hold: lone surrogates, from names in no encoding, are spelt out."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class Stopped(Exception):
@@ -86,6 +98,7 @@ class ViTConfig:
             at_least(self, field, 1)
         at_least(self, "classes", 0)
         at_least(self, "prelogits", 0)
+        not_huge(self, *MOST)
         check_positive(self, "norm_eps")
         check_rate(self, "dropout")
         check_rate(self, "drop_path")
@@ -154,6 +167,7 @@ class ResNetConfig:
         if not self.stages:
             raise UserError("a ResNet needs at least one stage")
         at_least(self, "classes", 0)
+        not_huge(self, "classes")
         check_size(self.image_size, 1)
 
     @property
@@ -188,8 +202,12 @@ class Preprocess:
     def __post_init__(self) -> None:
         check_types(self)
         check_positive(self, "std")
-        if not 0 < self.crop <= 1:
-            raise UserError(f"crop must be above 0 and at most 1, not {self.crop}")
+        if not LEAST_CROP <= self.crop <= 1:  # a photo is scaled to size / crop before its centre is cut
+            raise UserError(f"crop must be at least {LEAST_CROP} and at most 1, not {self.crop}")
+        if not all(-255 <= value <= 255 for value in self.mean):
+            raise UserError(f"mean must be three numbers from -255 to 255, not {self.mean}")
+        if not all(LEAST_STD <= value <= 255 for value in self.std):
+            raise UserError(f"std must be three numbers from {LEAST_STD} to 255, not {self.std}")
 
 
 def as_size(size: object) -> Size:
@@ -199,6 +217,8 @@ def as_size(size: object) -> Size:
         raise UserError(f"image_size must be an integer or (height, width), not {size!r}")
     if min(pair) < 1:
         raise UserError(f"image_size must be positive, not {size!r}")
+    if max(pair) > LARGEST_SIDE:
+        raise UserError(f"image_size must be at most {LARGEST_SIDE}, not {size!r}")
     return pair
 
 
@@ -226,14 +246,23 @@ def check_stages(config: StemConfig | ResNetConfig) -> None:
     check_positive(config, "norm_eps", "standardize_eps")
     if any(units < 1 for units in config.stages):
         raise UserError(f"every stage needs at least one unit, not {config.stages}")
+    if len(config.stages) > 10 or sum(config.stages) > MOST["depth"]:
+        raise UserError(f"a ResNet has at most 10 stages and {MOST['depth']} units")
     if config.width < 1 or config.width % 32:
         raise UserError(f"a ResNet's width must be a multiple of its 32 norm groups, not {config.width}")
+    not_huge(config, "width")
 
 
 def at_least(config: object, field: str, lowest: int) -> None:
     value = getattr(config, field)
     if value < lowest:
         raise UserError(f"{field} must be at least {lowest}, not {value}")
+
+
+def not_huge(config: object, *fields: str) -> None:
+    for field in fields:
+        if getattr(config, field) > MOST[field]:
+            raise UserError(f"{field} must be at most {MOST[field]:,}, not {getattr(config, field):,}")
 
 
 def check_positive(config: object, *fields: str) -> None:

@@ -75,9 +75,9 @@ def show_end(console: Console, out: Path) -> None:
     table.add_row("photos/, samples/", "digits to try the other verbs on, as in docs/tutorial.md")
     console.print(f"\nin {out}:", highlight=False)
     console.print(table, highlight=False)
-    console.print("\n[bold]Next, with your own photos:[/]", highlight=False)
+    console.print("\nNext, with your own photos:", style="bold", highlight=False)
     for command, what in NEXT:
-        console.print(f"  {command}   [dim]# {what}[/]", highlight=False, soft_wrap=True)
+        console.print(f"  {command}   [dim]# {what}[/]", highlight=False, markup=True, soft_wrap=True)
 
 
 def say(console: Console, line: str) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -10,8 +12,13 @@ import pytest
 from pictures import arrays, encoded, picture, write_folder
 
 from vitlab.config import UserError
-from vitlab.data import parquet
 from vitlab.data.sources import Source, open_data, settle
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VITLAB_DATA", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 def counts(source: Source) -> list[int]:
@@ -197,12 +204,9 @@ def write_parquet(path: Path, labels: list[object], classes: list[str] | None = 
     pq.write_table(table, path, row_group_size=3)
 
 
-@pytest.mark.parametrize("limit", [1 << 30, 0])
-def test_parquet_in_memory_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def test_parquet(tmp_path: Path) -> None:
     import pickle
 
-    monkeypatch.setattr(parquet, "IN_MEMORY", limit)
-    monkeypatch.setenv("VITLAB_DATA", str(tmp_path / "cache"))
     write_parquet(tmp_path / "set" / "train-00000-of-00002.parquet", [0, 1, 1, 0], ["cat", "dog"])
     write_parquet(tmp_path / "set" / "train-00001-of-00002.parquet", [1, 1, 0], ["cat", "dog"])
     write_parquet(tmp_path / "set" / "test-00000-of-00001.parquet", [0, 1], ["cat", "dog"])
@@ -210,7 +214,8 @@ def test_parquet_in_memory_and_mapped(tmp_path: Path, monkeypatch: pytest.Monkey
     assert data.classes == ("cat", "dog")
     assert data.train.labels.tolist() == [0, 1, 1, 0, 1, 1, 0]
     assert "photo_2.png" in data.train.name(6)
-    for source in (data.train, pickle.loads(pickle.dumps(data.train))):
+    again = open_data(str(tmp_path / "set"))  # from the copies
+    for source in (data.train, pickle.loads(pickle.dumps(data.train)), again.train):
         for index, seed in enumerate([0, 1, 2, 3, 0, 1, 2]):
             assert (np.asarray(source.image(index)) == np.asarray(picture(seed))).all()
 
@@ -263,6 +268,27 @@ def test_hub_layouts(tmp_path: Path) -> None:
     assert one_config("o/n", "large", both, tmp_path) == both[1:]
     with pytest.raises(UserError, match="configs large or small; write o/n:CONFIG"):
         one_config("o/n", "", both, tmp_path)
+
+
+def test_revisions_of_hub_sets(tmp_path: Path) -> None:
+    """From the hub's cache, without a network; what was opened is named by its commit."""
+    old, new = "0" * 40, "a1" * 20
+    repo = tmp_path / "hub" / "datasets--some--set"
+    (repo / "refs").mkdir(parents=True)
+    for commit, branch, classes in ((old, "v1.0", ["ash", "oak"]), (new, "main", ["ant", "bee"])):
+        write_parquet(repo / "snapshots" / commit / "data" / "train-0.parquet", [0, 1, 0, 1], classes)
+        (repo / "refs" / branch).write_text(commit)
+    code = f"""
+from vitlab.data.sources import open_data
+for name in ("some/set", "some/set@v1.0", "some/set@{old}"):
+    data = open_data(name)
+    print(*data.classes, data.note[-40:])
+"""
+    settings = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | settings, cwd=tmp_path
+    )
+    assert done.stdout.splitlines() == [f"ant bee {new}", f"ash oak {old}", f"ash oak {old}"], done.stderr
 
 
 # ---- torchvision

@@ -229,6 +229,34 @@ def test_hub_ids_come_from_the_cache(tmp_path: Path) -> None:
     assert offline(cache, code).splitlines() == [str(config), str(config)]
 
 
+def test_revisions_are_chosen_by_name_and_kept_by_commit(tmp_path: Path) -> None:
+    """A branch may move; what was loaded is kept in the card, and in the config of what is saved."""
+    old, new = "0" * 40, "a1" * 20
+    save(randomise(build(VIT)), tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "hf", "huggingface")
+    cache = hub_cache(tmp_path / "cache", "some/vit", tmp_path / "hf")
+    repo = cache / "models--some--vit"
+    (repo / "refs" / "main").write_text(new)
+    (repo / "refs" / "v1.0").write_text(old)
+    (repo / "snapshots" / new).mkdir()
+    for file in (tmp_path / "hf").iterdir():
+        (repo / "snapshots" / new / file.name).write_bytes(file.read_bytes())
+    code = f"""
+import json
+for name in ("some/vit", "some/vit@v1.0", "some/vit@{old}", "some/vit@{new}"):
+    model = vitlab.load(name)
+    vitlab.save(model, name.replace("/", "-"))
+    print(json.load(open(name.replace("/", "-") + "/config.json"))["provenance"]["commit"])
+try:
+    vitlab.load("some/vit@v2.0")
+except vitlab.UserError as error:
+    print(error)
+"""
+    *commits, missing = offline(cache, code).splitlines()
+    assert commits == [new, old, old, new]
+    assert "some/vit@v2.0" in missing
+
+
 def test_a_local_folder_goes_before_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(build(VIT), tmp_path / "google" / "vit")
     monkeypatch.chdir(tmp_path)

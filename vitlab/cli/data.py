@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from vitlab.cli.app import app, console
 from vitlab.config import UserError
@@ -28,9 +27,9 @@ def data(
     for table in tables(summary):
         console.print(table)
     for line in class_warnings(opened) + image_warnings(summary):
-        console.print(f"[yellow]note:[/] {escape(line)}", highlight=False, soft_wrap=True)
+        console.remark("note", line)
     try:
         contact_sheet(opened.train).save(picture)
     except (OSError, ValueError) as error:
         raise UserError(f"the picture of samples cannot be written to '{picture}': {error}") from None
-    console.print(f"samples: {picture}", highlight=False)
+    console.print(f"samples: {picture}", soft_wrap=True)

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from vitlab.cli.app import app, console
 from vitlab.config import UserError
+from vitlab.terminal import printable
 
 if TYPE_CHECKING:
     from vitlab.evaluation.evaluate import Evaluation, Rate, RealScore
@@ -61,9 +61,9 @@ def evaluate(
     lists = None if real is None else read_real(real)
     holdout, trained = training_of(run, data)
     source, note = open_split(data, split, holdout)
-    console.print(f"{len(source):,} images of {data}, {split}: {note}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{len(source):,} images of {data}, {split}: {note}", soft_wrap=True)
     if trained and split in ("train", "all"):
-        console.print("[yellow]note:[/] the model was trained on most of these images", highlight=False)
+        console.remark("note", "the model was trained on most of these images")
     with stopping(keep):
         found = evaluate(
             model, source, labels=names, real=lists, batch=batch, workers=workers, device=device, keep=keep
@@ -72,10 +72,10 @@ def evaluate(
     about = {"model": run, "data": data, "split": split, "note": note}
     if json is not None:
         write_json(found, json, about)
-        console.print(f"scores: {json}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"scores: {json}", soft_wrap=True)
     if out is not None:
         write_results(found, out, about)
-        console.print(f"tables, figures and predictions: {out}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"tables, figures and predictions: {out}", soft_wrap=True)
 
 
 def training_of(run: str, data: str) -> tuple[float, bool]:
@@ -89,7 +89,7 @@ def training_of(run: str, data: str) -> tuple[float, bool]:
 
 
 def show(found: "Evaluation") -> None:
-    console.print(f"classes are matched {found.note}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"classes are matched {found.note}", soft_wrap=True)
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_row("images", f"{len(found.labels):,}")
     table.add_row("top-1", percent(found.top1))
@@ -98,7 +98,7 @@ def show(found: "Evaluation") -> None:
     table.add_row("calibration error", percent(found.calibration_error))
     if found.real is not None:
         table.add_row("ReaL", percent(found.real.accuracy) + f" of {found.real.counts.images:,} images")
-    console.print(table, highlight=False)
+    console.print(table)
     if found.real is not None:
         show_real(found.real)
     show_classes(found)
@@ -112,13 +112,12 @@ def percent(rate: "Rate") -> str:
 def show_real(real: "RealScore") -> None:
     own = real.own / real.counts.images
     line = f"ReaL: {real.counts.skipped:,} images have no label and are skipped; the set's own labels score {own:.2%}"
-    console.print(line, highlight=False, soft_wrap=True)
+    console.print(line, soft_wrap=True)
     if own < 0.5:
-        console.print(
-            "[yellow]warning:[/] most images' own labels are not in their ReaL lists: these are hardly ImageNet's "
-            "validation images in its order of classes",
-            highlight=False,
-            soft_wrap=True,
+        console.remark(
+            "warning",
+            "most images' own labels are not in their ReaL lists: these are hardly ImageNet's validation images in "
+            "its order of classes",
         )
 
 
@@ -135,11 +134,11 @@ def show_classes(found: "Evaluation") -> None:
         bounded = 0 < row["correct"] < row["images"]
         span = f"{100 * row['recall_low']:.0f} to {100 * row['recall_high']:.0f}" if bounded else "-"
         recall, precision = ("-" if row[key] is None else f"{row[key]:.1%}" for key in ("recall", "precision"))
-        table.add_row(escape(row["class"]), f"{row['images']}", f"{row['correct']}", recall, span, precision)
-    console.print(table, highlight=False)
+        table.add_row(printable(row["class"]), f"{row['images']}", f"{row['correct']}", recall, span, precision)
+    console.print(table)
     empty = sum(row["images"] == 0 for row in rows)
     if empty:
-        console.print(f"{empty} of the model's classes have no image here", highlight=False)
+        console.print(f"{empty} of the model's classes have no image here")
 
 
 def show_confused(found: "Evaluation") -> None:
@@ -149,8 +148,8 @@ def show_confused(found: "Evaluation") -> None:
     table = Table("truth", "taken for", title="most confused", title_justify="left")
     table.add_column("images", justify="right")
     for truth, guess, images in pairs:
-        table.add_row(escape(truth), escape(guess), f"{images}")
-    console.print(table, highlight=False)
+        table.add_row(printable(truth), printable(guess), f"{images}")
+    console.print(table)
 
 
 # ---- VTAB
@@ -237,13 +236,17 @@ def show_vtab(study: "Study") -> None:
                 cells = f"{task.classes}", f"{result.images:,}", f"{result.lr:g}", f"{rate.value:.2%}", span
                 table.add_row(task.name, *cells)
         if group in found:
-            table.add_row(f"{group}, {found[group]['done']} of {found[group]['of']}", *mean_cells(found[group]["mean"]))
+            table.add_row(
+                f"{group}, {found[group]['done']} of {found[group]['of']}",
+                *mean_cells(found[group]["mean"]),
+                style="bold",
+            )
             table.add_section()
     every = found["all"]
-    table.add_row(f"[bold]mean of {every['done']} of the {every['of']}[/]", *mean_cells(every["mean"]))
-    console.print(table, highlight=False)
-    console.print(f"results: {study.out / RESULTS}", highlight=False, markup=False, soft_wrap=True)
+    table.add_row(f"mean of {every['done']} of the {every['of']}", *mean_cells(every["mean"]), style="bold")
+    console.print(table)
+    console.print(f"results: {study.out / RESULTS}", soft_wrap=True)
 
 
 def mean_cells(mean: float) -> tuple[str, ...]:
-    return "", "", "", f"[bold]{mean:.2%}[/]", ""
+    return "", "", "", f"{mean:.2%}", ""

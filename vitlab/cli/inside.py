@@ -53,8 +53,8 @@ def inspect(
     if isinstance(model, ResNet):
         raise UserError(f"{run} is a ResNet: it has no patches, positions or attention to look at; inspect takes a ViT")
     gallery = Gallery(model.float().to(place), out, chosen, layers, heads)
-    gallery.write(paths, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
-    console.print(f"all of it is in {out}", highlight=False, markup=False, soft_wrap=True)
+    gallery.write(paths, lambda line: console.print(line, soft_wrap=True))
+    console.print(f"all of it is in {out}", soft_wrap=True)
 
 
 def numbers(text: str | None, option: str) -> list[int] | None:

@@ -2,13 +2,13 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from vitlab.cli.app import app, console
@@ -218,7 +218,7 @@ class Features:
     def introduce(self) -> None:
         d, where = self.data, "not kept (--keep FOLDER keeps them)" if self.keep is None else f"kept in {self.keep}"
         line = f"{d.name}: {len(d.train):,} training and {len(d.test):,} test images, {d.note}; features are {where}"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
     def of(self, source: "Source", split: str) -> "Extracted":
         from vitlab.evaluation.extract import extract
@@ -254,7 +254,7 @@ def words(text: str, option: str) -> list[str]:
 
 
 def count(word: str, option: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
+    if not re.fullmatch("[0-9]{1,9}", word) or int(word) < 1:
         raise UserError(f"{option} must be whole numbers from 1 on, as in 1,5,10, not '{word}'")
     return int(word)
 
@@ -273,7 +273,7 @@ def amount(word: str, option: str) -> float:
 
 def say(notes: Sequence[str]) -> None:
     for note in notes:
-        console.print(f"[yellow]note:[/] {escape(note)}", highlight=False, soft_wrap=True)
+        console.remark("note", note)
 
 
 def check_writable(path: Path | None) -> None:
@@ -289,4 +289,4 @@ def write_json(path: Path | None, said: dict[str, Any]) -> None:
         path.write_text(json.dumps(said, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
-    console.print(f"the numbers are in {path}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"the numbers are in {path}", soft_wrap=True)

@@ -10,6 +10,7 @@ from rich.markup import escape
 from vitlab.cli.app import app, console
 from vitlab.cli.models import number
 from vitlab.config import UserError
+from vitlab.terminal import printable
 
 if TYPE_CHECKING:
     from vitlab.serving.service import Settings
@@ -106,12 +107,12 @@ def open_doors(run: str, device: str, host: str, port: int, settings: "Settings"
 
     sock = server.listen(host, port)
     hosts = Hosts(sock.getsockname()[0], [host, *names])
-    with console.status(f"loading {escape(run)}"):
+    with console.status(f"loading {escape(printable(run))}"):
         service = Service(Classifier(run, device), settings)
 
     def started() -> None:
         where = f"{service.classifier.device}: {server.address(sock)}"
-        console.print(f"[bold]{escape(settings.name)}[/] on {where}", highlight=False)
+        console.print(f"{settings.name} on {where}")
         if settings.token is None and not is_loopback(sock.getsockname()[0]):
             console.print(
                 "anyone who reaches this machine can use it; VITLAB_TOKEN=... asks for a token", style="yellow"

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from vitlab.cli.app import app, console
@@ -115,7 +114,7 @@ def advised(data: str, weights: str | None, pairs: list[str]) -> "Recipe":
     for line in advice.lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     for line in advice.warnings:
-        console.print(f"[yellow]warning:[/] {escape(line)}", highlight=False, soft_wrap=True)
+        console.remark("warning", line)
     return advice.recipe
 
 
@@ -159,8 +158,7 @@ def report_on(outcome: "Outcome", device: str) -> None:
             path = write_report(outcome.folder, outcome.data, device=device)
             console.print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
         except (UserError, OSError) as error:
-            line = f"[yellow]note:[/] the model is saved, but there is no report: {escape(str(error))}; {escape(again)}"
-            console.print(line, highlight=False, soft_wrap=True)
+            console.remark("note", f"the model is saved, but there is no report: {error}; {again}")
 
 
 @app.command(

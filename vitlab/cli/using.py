@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from vitlab.cli.app import app, console
 from vitlab.config import UserError
+from vitlab.terminal import Terminal, printable
 
 if TYPE_CHECKING:
     from vitlab.predict.formats import Kind
@@ -81,12 +80,12 @@ def tell_broken(outcome: "Outcome") -> None:
     """On the standard error, after everything else: how many files could not be read, and which."""
     if not outcome.broken:
         return
-    said = Console(stderr=True, highlight=False, soft_wrap=True)
-    said.print(f"[yellow]note:[/] {outcome.broken} of {outcome.total} files could not be read:")
+    terminal = Terminal(stderr=True)
+    terminal.remark("note", f"{outcome.broken} of {outcome.total} files could not be read:")
     for _, name, why in outcome.first:
-        said.print(f"  {escape(name)}: {escape(why)}")
+        terminal.print(f"  {printable(name)}: {printable(why)}", soft_wrap=True)
     if outcome.broken > len(outcome.first):
-        said.print(f"  and {outcome.broken - len(outcome.first)} more")
+        terminal.print(f"  and {outcome.broken - len(outcome.first)} more")
 
 
 @app.command(
@@ -131,4 +130,4 @@ def export(
         least=least_agreement,
     )
     for line in report.lines():
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)

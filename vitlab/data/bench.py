@@ -156,12 +156,12 @@ def as_source(where: str, files: Files, folder: Path) -> Source:
 def as_parquet(data: list[bytes], files: Files, folder: Path) -> Source:
     from importlib import import_module
 
-    from vitlab.data.parquet import Rows
+    from vitlab.data.parquet import splits
 
     table = import_module("pyarrow").table({"image": [{"bytes": d, "path": ""} for d in data], "label": files.labels})
     table = table.replace_schema_metadata({"huggingface": json.dumps({})})
     import_module("pyarrow.parquet").write_table(table, folder / "train.parquet")
-    return Rows([str(folder / "train.parquet")], files.labels, files.classes, "image")
+    return splits([folder / "train.parquet"], folder)["train"]
 
 
 def report(results: list[Speed], size: Size) -> Table:

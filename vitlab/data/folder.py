@@ -2,13 +2,14 @@
 
 import logging
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from vitlab.config import UserError
+from vitlab.config import UserError, valid_text
 from vitlab.data.draws import Ints
 from vitlab.data.images import EXTENSIONS, Shrink, decode
 from vitlab.data.splits import WORDS
@@ -63,7 +64,8 @@ def scan(root: Path) -> list[tuple[str, str]]:
     """(class, path) of every image, sorted; hidden files and what is no image by its name are passed over."""
     images = []
     for entry in subfolders(root):
-        found = [(entry.name, os.path.relpath(path, root)) for path in walk(Path(entry))]
+        label = valid_text(entry.name)
+        found = [(label, os.path.relpath(path, root)) for path in walk(Path(entry))]
         if not found:
             log.warning("the class folder '%s' has no images and is not used", entry.path)
         images += found
@@ -77,7 +79,7 @@ def subfolders(root: Path) -> list[os.DirEntry[str]]:
 
 
 def walk(folder: Path) -> Iterator[str]:
-    """Image files at any depth; links are followed, each folder once."""
+    """Image files at any depth; links are followed, each folder once. Pipes and devices may have such names too."""
     seen = set()
     for path, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(path)
@@ -87,8 +89,21 @@ def walk(folder: Path) -> Iterator[str]:
         seen.add(real)
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
         for name in files:
-            if not name.startswith(".") and os.path.splitext(name)[1].lower() in EXTENSIONS:
-                yield os.path.join(path, name)
+            if name.startswith(".") or os.path.splitext(name)[1].lower() not in EXTENSIONS:
+                continue
+            found = os.path.join(path, name)
+            if is_special(found):
+                log.warning("'%s' is no regular file and is passed over", found)
+            else:
+                yield found
+
+
+def is_special(path: str) -> bool:
+    """A pipe, a socket or a device: opening it may wait for ever. What is missing is not: a link that leads nowhere."""
+    try:
+        return not stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:
+        return False
 
 
 def _nothing(root: Path) -> str:

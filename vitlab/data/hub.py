@@ -1,4 +1,5 @@
-"""Data sets on the Hugging Face hub, as parquet: OWNER/NAME, or OWNER/NAME:CONFIG where it has several."""
+"""Data sets on the Hugging Face hub, as parquet: OWNER/NAME, OWNER/NAME:CONFIG where it has several configs, and
+OWNER/NAME@REVISION or OWNER/NAME:CONFIG@REVISION for a branch, a tag or a commit."""
 
 import re
 from pathlib import Path
@@ -12,15 +13,16 @@ CONVERTED = "refs/convert/parquet"  # the branch on which the hub keeps its own 
 
 
 def is_id(spec: str) -> bool:
-    return re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", spec) is not None
+    return re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@\w[\w./-]*)?", spec) is not None
 
 
 def splits(spec: str) -> dict[str, Rows]:
     """Downloaded once to the hub's own cache; offline (HF_HUB_OFFLINE=1, or no network) the cache is used."""
-    repo, _, config = spec.partition(":")
-    root = download(repo, None)
+    name, _, revision = spec.partition("@")
+    repo, _, config = name.partition(":")
+    root = download(repo, revision or None)
     files = sorted(root.rglob("*.parquet"))
-    if not files:
+    if not files and not revision:
         root = download(repo, CONVERTED)
         files = sorted(root.rglob("*.parquet"))
     if not files:
@@ -40,6 +42,12 @@ def download(repo: str, revision: str | None) -> Path:
         raise UserError(
             f"there is no folder '{repo}' here, and no data set of that name could be had from the hub: {why}"
         ) from None
+
+
+def commit_of(source: object) -> str:
+    """The commit of a set in the hub's cache, datasets--OWNER--NAME/snapshots/COMMIT/...; "" of any other."""
+    found = re.search(r"/snapshots/([0-9a-f]{40})/", source.files[0]) if isinstance(source, Rows) else None
+    return found[1] if found else ""
 
 
 def one_config(repo: str, config: str, files: list[Path], root: Path) -> list[Path]:

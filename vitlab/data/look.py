@@ -16,8 +16,10 @@ from vitlab.data.draws import SAMPLES, Ints, keys
 from vitlab.data.images import BrokenImage
 from vitlab.data.sources import Data, Source
 from vitlab.data.workers import CHUNK, Broken, Chunk, Order, read_chunks
+from vitlab.terminal import printable
 
 TINY = 5  # training images below which a class is hardly learnable
+LONGEST = 60  # letters of a class name in a table
 IMBALANCE = 10  # times as many images in the largest class as in the smallest
 CELL, GAP, NAMES, ROWS, COLUMNS = 96, 4, 160, 12, 8  # the contact sheet, in pixels and pictures
 
@@ -148,7 +150,7 @@ def named(names: list[str], most: int = 3) -> str:
 
 def tables(summary: Summary) -> Iterator[Table]:
     """The summary for a terminal."""
-    table = Table("split", title=f"{summary.name}: {len(summary.classes)} classes", caption=summary.note)
+    table = Table("split", title=f"{printable(summary.name)}: {len(summary.classes)} classes", caption=summary.note)
     for heading in ("images", "per class", "height", "width", "broken"):
         table.add_column(heading, justify="right")
     for name, split in summary.splits.items():
@@ -161,7 +163,7 @@ def tables(summary: Summary) -> Iterator[Table]:
         shown = [*shown[:ROWS], -1, *shown[-ROWS:]]
     for i in shown:
         row = ["…" if i < 0 else str(split.counts[i]) for split in summary.splits.values()]
-        counts.add_row("…" if i < 0 else summary.classes[i], *row)
+        counts.add_row("…" if i < 0 else printable(summary.classes[i])[:LONGEST], *row)
     yield counts
 
 
@@ -186,7 +188,7 @@ def contact_sheet(source: Source, seed: int = 0) -> Image.Image:
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default()
     for row, label in enumerate(shown.tolist()):
         top = GAP + row * step
-        pen.text((GAP, top + CELL // 2), source.classes[label][:26], "black", font, "lm")
+        pen.text((GAP, top + CELL // 2), printable(source.classes[label])[:26], "black", font, "lm")
         for column, index in enumerate(order[source.labels[order] == label][:COLUMNS].tolist()):
             try:
                 image = fitted(source.image(index))

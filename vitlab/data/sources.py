@@ -6,12 +6,12 @@ A source is a list of images with labels and random access. `open_data` finds th
     cifar10, cifar100, oxford-pets, flowers102, imagenet:FOLDER      torchvision's sets
     FOLDER                                class folders; or parquet files; or tar shards
     FILE.parquet, "train-{000..009}.tar", "pipe:COMMAND"             the same by file
-    OWNER/NAME                            a set on the Hugging Face hub
+    OWNER/NAME, OWNER/NAME@REVISION       a set on the Hugging Face hub
 """
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
 from typing import Protocol
@@ -119,15 +119,20 @@ def open_data(
     so that a model is never tested on what it was trained on. The seed chooses the subset; smaller subsets are
     part of larger ones.
     """
+    from vitlab.data.hub import commit_of
+
     if not 0 < holdout < 1:
         raise UserError(f"holdout must be above 0 and below 1, not {holdout}")
     title = Path(spec).name.removesuffix(".parquet").removesuffix(".tar")
-    data = settle(title, *find_splits(spec), holdout=holdout)
+    splits, preferred = find_splits(spec)
+    data = settle(title, splits, preferred, holdout=holdout)
+    commit = commit_of(next(iter(splits.values())))
+    data = replace(data, note=f"{data.note}; the hub's commit {commit}") if commit else data
     for split, source in (("train", data.train), ("validation", data.validation), ("test", data.test)):
         if source is not None:
             check(source, spec, split)
     chosen = thin(data.train, seed, subset, per_class)
-    return data if chosen is None else Data(data.name, Part(data.train, chosen), data.test, data.validation, data.note)
+    return data if chosen is None else replace(data, train=Part(data.train, chosen))
 
 
 def find_splits(spec: str) -> tuple[Mapping[str, Source], float | None]:
@@ -218,7 +223,7 @@ def check(source: Source, spec: str, split: str) -> None:
     count = len(source.classes)
     if count < 2:
         raise UserError(
-            f"'{spec}' has only the class '{source.classes[0]}'; a classifier needs two or more, "
+            f"'{spec}' has only the class '{''.join(source.classes)}'; a classifier needs two or more, "
             "each in a folder of its own"
         )
     wrong = np.flatnonzero((source.labels < 0) | (source.labels >= count))
@@ -226,5 +231,5 @@ def check(source: Source, spec: str, split: str) -> None:
         first = int(wrong[0])
         raise UserError(
             f"{source.name(first)} has the label {source.labels[first]}, outside 0 to {count - 1} (in '{spec}'); "
-            "mend the label or the list of classes"
+            "fix the label or the list of classes"
         )

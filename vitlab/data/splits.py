@@ -1,10 +1,16 @@
-"""Splits by the names people give them, and where downloads and indices are kept."""
+"""Splits by the names people give them, classes by number, and where downloads and indices are kept."""
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from vitlab.config import MOST_CLASSES, UserError
+
+LONGEST_LABEL = 256  # letters
+ALL_LABELS = 64 << 20  # letters of all class names together
+FREE_CLASSES, PER_IMAGE = 50_000, 100  # a set may number so many classes, or so many for each of its images
 WORDS = {
     "train": "train",
     "training": "train",
@@ -35,3 +41,27 @@ def by_split(paths: Iterable[str], root: str) -> dict[str, list[str]]:
 def cache_folder() -> Path:
     """VITLAB_DATA, else ~/.cache/vitlab."""
     return Path(os.environ.get("VITLAB_DATA") or "~/.cache/vitlab").expanduser()
+
+
+@contextmanager
+def locked(path: str) -> Iterator[None]:
+    """One process at a time, where the system has locks."""
+    with open(path, "w") as lock:
+        try:
+            import fcntl
+        except ImportError:
+            pass
+        else:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def numbered(top: int, images: int, where: str) -> tuple[str, ...]:
+    """Names of classes that only have numbers, up to `top`, which may be any number that a stranger wrote."""
+    most = min(MOST_CLASSES, max(FREE_CLASSES, PER_IMAGE * images))
+    if top >= most:
+        raise UserError(
+            f"'{where}' has the class number {top:,} in a set of {images:,} images; "
+            "number the classes from 0 on, without gaps"
+        )
+    return tuple(map(str, range(top + 1)))

@@ -290,7 +290,7 @@ def put(path: Path, text: str) -> None:
     new = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(text)
+        new.write_text(text, "utf-8", "surrogateescape")  # paths that are no text keep their bytes
         os.replace(new, path)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -10,6 +10,7 @@ from rich.cells import cell_len, set_cell_size
 
 from vitlab.predict.inputs import Inputs
 from vitlab.predict.stream import Answer
+from vitlab.terminal import printable
 
 Kind = Literal["table", "json", "csv"]
 TOP: dict[Kind, int] = {"table": 1, "json": 5, "csv": 1}  # classes given where nothing is said
@@ -99,11 +100,6 @@ def digits(value: float) -> float:
 
 def percent(value: float) -> str:
     return f"{value:.1%}"
-
-
-def printable(text: str) -> str:
-    """Without what would break a line or a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def tail(text: str, width: int) -> str:

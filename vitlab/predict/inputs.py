@@ -4,26 +4,18 @@ import glob
 import io
 import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from http.client import HTTPException
 from pathlib import Path
-from typing import IO
-from urllib import request
-from urllib.error import URLError
-from urllib.parse import urlsplit
 
 import numpy as np
 from PIL import Image
 
-from vitlab import __version__
 from vitlab.config import UserError
-from vitlab.data.folder import walk
+from vitlab.data.folder import is_special, log, walk
 from vitlab.data.images import EXTENSIONS, BrokenImage, Shrink, decode
+from vitlab.predict.web import check_address, fetch, is_address, read_limited
 
 STDIN = "-"
-LARGEST = 64 << 20  # bytes that one address or standard input may send
-PATIENCE = 20.0  # seconds for a server to answer, and for a picture to come whole
 
 
 class Inputs:
@@ -67,6 +59,8 @@ def expand(word: str, allow_url: bool) -> Iterator[str]:
     if os.path.isdir(path):
         return iter(sorted(walk(Path(path))))
     if os.path.exists(path):
+        if is_special(path):
+            raise UserError(f"'{word}' is a pipe or a device, no file; write '-' to read one image from a pipe")
         return iter([path])  # named by the user, so whatever its ending
     if glob.has_magic(path):
         return matches(path)
@@ -82,66 +76,16 @@ def matches(pattern: str) -> Iterator[str]:
         if os.path.isdir(path):
             yield from sorted(walk(Path(path)))
         elif os.path.splitext(path)[1].lower() in EXTENSIONS:
-            yield path
+            if is_special(path):
+                log.warning("'%s' is no regular file and is passed over", path)
+            else:
+                yield path
 
 
 def read_stdin() -> bytes:
     if sys.stdin.isatty():
         raise UserError("'-' reads one image from standard input, and nothing is sent there; write: ... - < FILE")
     try:
-        return read_limited(sys.stdin.buffer, "standard input", None)
+        return read_limited(sys.stdin.buffer, "standard input")
     except BrokenImage as bad:
         raise UserError(str(bad)) from None
-
-
-def read_limited(file: IO[bytes], name: str, deadline: float | None) -> bytes:
-    """All of a stream that may send no more than LARGEST, and may not go on for ever."""
-    parts, size = [], 0
-    read = getattr(file, "read1", file.read)  # what is there, rather than waiting for a whole block
-    while part := read(1 << 16):
-        parts.append(part)
-        size += len(part)
-        if size > LARGEST:
-            raise BrokenImage(name, f"it is larger than {LARGEST >> 20} MB")
-        if deadline is not None and time.monotonic() > deadline:
-            raise BrokenImage(name, f"it did not come whole within {PATIENCE:.0f} seconds")
-    return b"".join(parts)
-
-
-# ---- addresses
-
-
-def is_address(name: str) -> bool:
-    return name.startswith(("http://", "https://"))
-
-
-def check_address(word: str, allowed: bool) -> None:
-    if not is_address(word):
-        raise UserError(f"'{word}' is no address that can be fetched; only http:// and https:// are")
-    if not allowed:
-        raise UserError(f"'{word}' is an address, and nothing is fetched unless asked to: add --allow-url")
-    if not urlsplit(word).hostname:
-        raise UserError(f"'{word}' names no host")
-
-
-def fetch(address: str) -> bytes:
-    """The bytes behind an address; redirections stay within http and https."""
-    opener = request.OpenerDirector()
-    for handler in (
-        request.ProxyHandler,
-        request.HTTPHandler,
-        request.HTTPSHandler,
-        request.HTTPRedirectHandler,
-        request.HTTPErrorProcessor,
-        request.HTTPDefaultErrorHandler,
-        request.UnknownHandler,
-    ):
-        opener.add_handler(handler())
-    asked = request.Request(address, headers={"User-Agent": f"vitlab/{__version__}", "Accept": "image/*"})
-    deadline = time.monotonic() + PATIENCE
-    try:
-        with opener.open(asked, timeout=PATIENCE) as answer:
-            return read_limited(answer, address, deadline)
-    except (OSError, HTTPException, ValueError) as error:
-        why = error.reason if type(error) is URLError else error
-        raise BrokenImage(address, str(why) or type(error).__name__) from None

@@ -138,7 +138,7 @@ def opened(out: Path | None) -> Iterator[TextIO]:
     """The new file, or the standard output; names that are no text keep their bytes."""
     if out is None:
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="surrogateescape")
+            sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
         yield sys.stdout
         return
     try:

@@ -7,6 +7,7 @@ ROOT/dtd/val200.txt              test on these
 """
 
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,7 @@ def read_list(path: Path, classes: int) -> list[tuple[str, int]]:
         words = line.rsplit(maxsplit=1)
         if not words:
             continue
-        if len(words) < 2 or not words[1].isdecimal():
+        if len(words) < 2 or not re.fullmatch("[0-9]{1,9}", words[1]):
             raise UserError(f"line {number} of {path} should be a path and a class number, not '{line[:80]}'")
         if int(words[1]) >= classes:
             raise UserError(f"line {number} of {path} has the class {words[1]}; there are 0 to {classes - 1}")

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vitlab.config import UserError
+from vitlab.terminal import Terminal
 
 # Dense bf16 tensor throughput by the vendors' data sheets, operations per second.
 PEAKS = {
@@ -39,7 +40,7 @@ def peak(device: torch.device) -> float | None:
 
 
 def warn(line: str) -> None:
-    Console(stderr=True).print(f"warning: {line}", highlight=False, markup=False, soft_wrap=True)
+    Terminal(stderr=True).print(f"warning: {line}", soft_wrap=True)
 
 
 class Log:

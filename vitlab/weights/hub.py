@@ -1,4 +1,8 @@
-"""Hub ids, through huggingface_hub: its cache, its offline mode, its credentials."""
+"""Hub ids, through huggingface_hub: its cache, its offline mode, its credentials.
+
+`owner/name@revision` pins a branch, a tag or a commit. A model's card keeps the commit, which stands for the same bytes
+for good.
+"""
 
 import re
 from pathlib import Path
@@ -11,14 +15,22 @@ OLD_WEIGHTS = "pytorch_model.bin"
 
 
 def looks_like_id(source: str) -> bool:
-    """owner/name; a path is told from it by a leading dot or slash, an ending, or a folder that is there."""
-    owner = source.partition("/")[0]
-    is_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source) is not None
-    return is_id and not re.search(r"\.(safetensors|npz|pth|pt|bin)$", source) and not Path(owner).exists()
+    """owner/name, or owner/name@revision; a leading dot or slash, an ending, or a folder that is there make a path."""
+    owner, name = source.partition("/")[0], source.partition("@")[0]
+    is_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@\w[\w./-]*)?", source) is not None
+    return is_id and not re.search(r"\.(safetensors|npz|pth|pt|bin)$", name) and not Path(owner).exists()
+
+
+def commit_of(path: Path) -> str | None:
+    """The commit of a file in the hub's cache: models--OWNER--NAME/snapshots/COMMIT/FILE."""
+    folder = path.absolute().parent
+    known = folder.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", folder.name)
+    return folder.name if known else None
 
 
 def fetch(name: str) -> Path:
     """A folder with the model's files, downloaded unless it is in the cache."""
+    repo, _, revision = name.partition("@")
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -27,9 +39,10 @@ def fetch(name: str) -> Path:
             f"'{name}' is no file or folder here; to get it from the hub, pip install vitlab[hub]"
         ) from None
     try:
-        folder = Path(snapshot_download(name, allow_patterns=FILES))
+        folder = Path(snapshot_download(repo, revision=revision or None, allow_patterns=FILES))
         if not (folder / "model.safetensors").exists():
-            folder = Path(snapshot_download(name, allow_patterns=[*FILES[:2], OLD_WEIGHTS]))
+            commit = commit_of(folder / FILES[0]) or revision or None  # of the same revision, should the branch move
+            folder = Path(snapshot_download(repo, revision=commit, allow_patterns=[*FILES[:2], OLD_WEIGHTS]))
         return folder
     except LocalEntryNotFoundError:
         raise UserError(

@@ -9,7 +9,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vitlab.config import Gelu, ModelConfig, Preprocess, ResNetConfig, Size, Standardize, UserError, as_size, listed
+from vitlab.config import (
+    Gelu,
+    ModelConfig,
+    Preprocess,
+    ResNetConfig,
+    Size,
+    Standardize,
+    UserError,
+    as_size,
+    listed,
+    valid_text,
+)
 from vitlab.models.positions import Resample
 from vitlab.models.variants import Model
 from vitlab.weights import google, hub, huggingface, store, timm, torchvision
@@ -92,8 +103,11 @@ def move(source: Source, kind: str, given: Traits, image_size: Size | None) -> C
         known = source.name in str(error) or str(source.tensors.path) in str(error)
         raise error if known else UserError(f"{source.name}: {error}") from None
     say_guesses(source, kind, reading)
+    commit = hub.commit_of(source.tensors.path)
     origin = {"source": source.name, "format": kind, "sha256": sha256(source.tensors.path)}
-    card = dataclasses.replace(reading.card, provenance=reading.card.provenance or origin)
+    origin |= {} if commit is None else {"commit": commit}
+    labels = None if reading.card.labels is None else tuple(map(valid_text, reading.card.labels))
+    card = dataclasses.replace(reading.card, labels=labels, provenance=reading.card.provenance or origin)
     return Checkpoint(reading.config, tensors, card)
 
 

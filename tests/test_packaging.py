@@ -1,0 +1,62 @@
+"""What the package declares: everything it imports, in versions that go together and without known holes."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import vitlab
+
+ROOT = Path(__file__).parents[1]
+NAMES = {"PIL": "pillow", "sklearn": "scikit-learn"}  # import names that are not the package's own
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LISTS = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+DECLARED = [Requirement(line) for lines in LISTS for line in lines if not line.startswith("vitlab")]
+
+
+def imported() -> set[str]:
+    found = set()
+    for path in Path(vitlab.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.partition(".")[0])
+            elif isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+    return found - set(sys.stdlib_module_names) - {"vitlab"}
+
+
+def test_what_is_imported_is_declared() -> None:
+    names = {requirement.name.replace("-", "_").lower() for requirement in DECLARED}
+    assert {NAMES.get(name, name).replace("-", "_").lower() for name in imported()} <= names
+
+
+def test_the_pinned_versions_are_allowed() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    pinned = {name.lower().replace("_", "-"): version for name, _, version in (line.partition("==") for line in lines)}
+    for requirement in DECLARED:
+        version = pinned[requirement.name.lower().replace("_", "-")]
+        assert requirement.specifier.contains(version), f"{requirement} does not allow the pinned {version}"
+
+
+@pytest.mark.parametrize(
+    ("name", "vulnerable"),
+    [  # the last versions with holes that matter to what reads files and requests of strangers
+        ("pillow", "12.2.0"),
+        ("h11", "0.14.0"),
+        ("starlette", "0.49.0"),
+        ("python-multipart", "0.0.29"),
+        ("pyarrow", "23.0.0"),
+    ],
+)
+def test_versions_with_known_holes_are_left_out(name: str, vulnerable: str) -> None:
+    specifiers = [requirement.specifier for requirement in DECLARED if requirement.name == name]
+    assert specifiers
+    assert not any(specifier.contains(vulnerable) for specifier in specifiers)
+
+
+def test_every_bound_is_a_lower_one() -> None:
+    assert all(re.fullmatch(r">=[0-9.]+", str(requirement.specifier)) for requirement in DECLARED)

@@ -1,0 +1,39 @@
+"""What reaches a terminal: names from outside are text there, never commands, markup or line breaks.
+
+Rich reads strings as markup, so a class called `[/red]` would end the program, and a terminal obeys escape characters
+in any file name. A `Terminal` prints strings literally; whoever wants a style asks for it, with `style=` or, for text
+of our own, `markup=True`.
+"""
+
+import unicodedata
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+JOINERS = "\u200c\u200d"  # invisible, harmless, and part of words in Persian and of emoji
+
+
+def printable(text: str) -> str:
+    """One line without what would break a line or steer a terminal: such characters as \\x1b or \\u202e, spelt out."""
+    return text if text.isprintable() else "".join(map(_spelt, text))
+
+
+def _spelt(c: str) -> str:
+    # controls, format characters (writing direction among them), lone surrogates, separators of lines and paragraphs
+    harmful = unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in JOINERS
+    return c.encode("unicode_escape").decode() if harmful else c
+
+
+class Terminal(Console):
+    """A console that takes strings literally and keeps control characters from the terminal, line breaks aside."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:  # every string that is printed or put in a table
+        return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
+
+    def remark(self, kind: str, line: str, style: str = "yellow") -> None:
+        """`kind: line` with its first word coloured."""
+        self.print(Text.assemble((f"{kind}:", style), " ", printable(line)), soft_wrap=True)
