@@ -1,7 +1,9 @@
 """`vitlab serve` as a user meets it: how it starts, what it says, how it ends."""
 
+import resource
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -99,3 +101,18 @@ def test_ctrl_c_ends_in_order_too_and_openness_is_warned_of(run: Path) -> None:
         said = "".join(live.said)
         assert "VITLAB_TOKEN=... asks for a token" in said
         assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(("soft", "hard", "places"), [(256, 20_000, 1024), (256, 1280, 512), (64, 64, 16)])
+def test_the_limit_on_open_files_is_raised_or_the_table_is_smaller(soft: int, hard: int, places: int) -> None:
+    code = (
+        "import resource; from vitlab.serving.server import room\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
+        "print(room(1024), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:
+        pytest.skip(f"this process may not have {hard} files open")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    found, files = map(int, out.split())
+    assert found == places
+    assert found < files <= hard
