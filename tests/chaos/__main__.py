@@ -19,6 +19,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THR
 
 from rich.console import Console
 
+from chaos.processes import cause
 from chaos.rows import Row
 from chaos.table import about, write_json, write_page
 
@@ -51,7 +52,8 @@ def part(name: str, scale: float, out: Path) -> list[Row]:
         run: Callable[..., Row | list[Row]] = import_module(f"chaos.{name}").run
         found = run(scale, out / "fuzz") if name == "fuzz" else run(scale)
     except Exception as error:
-        found = Row(name, 0, "", time.monotonic() - began, [f"the part itself failed: {type(error).__name__}: {error}"])
+        why = cause(f"{type(error).__name__}: {error}")
+        found = Row(name, 0, "", time.monotonic() - began, [f"the part itself failed: {why}"])
     return found if isinstance(found, list) else [found]
 
 

@@ -59,6 +59,8 @@ def fuzz(name: str, folder: Path, seconds: int, seed: int) -> dict[str, Any]:
         left -= max(1.0, spent(printed))
         starts += 1
         tidy(place)
+    if not tried:
+        failures.append("no input was tried")
     notes = f"{reached} branches of code reached, {refused:,} refused"
     row = Row(title(name), tried, "inputs", time.monotonic() - began, failures, notes)
     return vars(row)

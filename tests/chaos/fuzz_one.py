@@ -165,10 +165,14 @@ def main(name: str, folder: Path, seconds: int, seed: int) -> None:
         changed = atheris.Mutate(data, longest) if draw.random() < 0.4 else trial.target.mutate(data, draw)
         return bytes(changed[:longest])
 
+    noted = 0.0
+
     def one(data: bytes) -> None:
+        nonlocal noted
         trial.one(data)
-        if trial.tried % 50 == 0:
+        if time.monotonic() - noted > 0.2:  # now and then: the process may end at any input
             (folder / "tried").write_text(f"{trial.tried} {trial.taken}")
+            noted = time.monotonic()
 
     options = [f"-max_total_time={seconds}", f"-seed={seed + 1}", f"-max_len={LONGEST}", f"-timeout={SECONDS}"]
     options += [f"-rss_limit_mb={limit()}", f"-artifact_prefix={folder}/", "-print_final_stats=1", "-verbosity=1"]

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -57,7 +58,13 @@ def markdown(facts: Mapping[str, str], rows: list[Row]) -> str:
     ]
     lines += ["| part | tried | failures | seconds | notes |", "|---|---|---|---|---|"]
     for row in rows:
-        cells = (row.name, f"{row.count:,} {row.unit}", str(len(row.failures)), f"{row.seconds:,.0f}", row.notes)
+        cells = (
+            row.name,
+            f"{row.count:,} {row.unit}".strip(),
+            str(len(row.failures)),
+            f"{row.seconds:,.0f}",
+            row.notes,
+        )
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     for row in rows:
         if row.failures:
@@ -73,10 +80,7 @@ def markdown(facts: Mapping[str, str], rows: list[Row]) -> str:
 
 def line(failure: str) -> str:
     """One line of text, without the folders of this machine."""
-    words = (
-        Path(word).name if word.startswith(os.sep) and word.count(os.sep) > 1 else word for word in failure.split()
-    )
-    return " ".join(words)[:300]
+    return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", " ".join(failure.split()))[:300]
 
 
 def write_page(facts: Mapping[str, str], rows: list[Row], page: Path = PAGE) -> None:

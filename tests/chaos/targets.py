@@ -247,9 +247,9 @@ def parquet_seeds(_: Path) -> list[bytes]:
         pa.array([-1, 2**62]),
         pa.array([0.5, None]),
     ]
-    said = {"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
+    schema = {"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
     notes = [
-        json.dumps(said),
+        json.dumps(schema),
         "[]",
         "null",
         '{"info": null}',

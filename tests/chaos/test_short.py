@@ -48,7 +48,8 @@ def shaken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 @pytest.mark.parametrize("name", TARGETS)
 def test_readers_refuse_or_take(name: str, shaken: tuple[Path, str]) -> None:
     folder, printed = shaken
-    tried = next(int(line.split()[1]) for line in printed.splitlines() if line.startswith(f"{name}: "))
+    start = f"{name}: "
+    tried = next(int(line.removeprefix(start).split()[0]) for line in printed.splitlines() if line.startswith(start))
     assert tried >= (2 if name == "parquet" else INPUTS / 3)  # that one starts a process for every file
     found = folder / name / "failures.jsonl"
     assert not found.exists(), found.read_text()
@@ -116,7 +117,10 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
 def test_the_page_shows_failures(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{START}\nold\n{END}\nafter\n")
-    rows = [Row("kills", 300, "kills", 1.0), Row("disk", 2, "faults", 2.0, ["a | b went wrong", *["c"] * 6], "small")]
+    rows = [
+        Row("kills", 300, "kills", 1.0),
+        Row("disk", 2, "faults", 2.0, ["a | b in /home/me/vitlab/x.py went wrong", *["c"] * 6], "small"),
+    ]
     facts: dict[str, Any] = dict.fromkeys(("command", "commit", "machine", "seed", "date"), "x")
     write_page(facts, rows, page)
     write_page(facts, rows, page)
@@ -126,7 +130,7 @@ def test_the_page_shows_failures(tmp_path: Path) -> None:
     assert "old" not in text
     assert text.count("| kills | 300 kills | 0 | 1 |  |") == 1
     assert "| disk | 2 faults | 7 | 2 | small |" in text
-    assert "- a | b went wrong" in text
+    assert "- a | b in x.py went wrong" in text
 
 
 def test_a_part_that_does_not_exist(tmp_path: Path) -> None:
