@@ -1,6 +1,6 @@
 """Training on a GPU, killed and resumed by real signals: does it end with the same weights, to the bit?
 
-    python tests/chaos/gpu_kills.py [--device cuda] [--kills 4] [--steps 300] [--out FOLDER]
+    python tests/chaos/gpu_kills.py [--device cuda] [--kills 4] [--steps 300] [--ways "compiled, bf16" ...] [--out FOLDER]
 
 For each way of running (compiled or not, as a CUDA graph or not, bf16 or float32) a run that nobody disturbs is made
 twice, to learn whether the machine's kernels repeat themselves at all, and then once more with SIGKILL at random steps.
@@ -92,13 +92,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     common = [f"steps={given.steps}", f"batch={given.batch}", f"device={given.device}", "log_every=1", "warmup=10"]
     common += ["checkpoint_every=20", "seed=3", "dropout=0.1", "drop_path=0.1", "mixup=0.2", "evaluate_every=100"]
     found: dict[str, Any] = {}
     for way, settings in WAYS.items():
-        if given.device == "cpu" and way != "eager, bf16":
+        if way not in given.ways:
             continue
         with tempfile.TemporaryDirectory() as spare:
             began = time.monotonic()

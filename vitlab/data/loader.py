@@ -223,6 +223,11 @@ class EvalLoader:
     def __len__(self) -> int:
         return math.ceil((self.high - self.low) / self.batch)
 
+    def shrink(self, most: int) -> None:
+        """Batches of at most so many images from now on."""
+        if most < self.batch:
+            self.batch, self.kept = most, []
+
     def batches(self) -> Iterator[Batch]:
         """One pass; a broken image is an error."""
         done = len(self.kept) == len(self)

@@ -5,6 +5,7 @@ the loader's batches, the model's dropout (its generator is seeded before every 
 """
 
 import dataclasses
+import gc
 import math
 import shutil
 import time
@@ -214,17 +215,24 @@ class Run:
 
     def step(self, step: int) -> None:
         set_rate(self.optimiser, self.rate(step))
-        while True:
-            try:
-                loss, norm = self.replay(step) if self.recordable else (self.backward(step), self.move())
-                break
-            except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error):
-                    raise
-                self.shrink(step, error)
+        while (made := self.attempt(step)) is None:
+            self.shrink(step)
+        loss, norm = made
         if self.average is not None:
             self.average.update(step)
         self.window.append((step + 1, loss, norm))
+
+    def attempt(self, step: int) -> tuple[Tensor, Tensor] | None:
+        """Loss and norm of a step, or None where memory ran out.
+
+        The error must be gone before the next attempt: its traceback holds the frames that hold the activations.
+        """
+        try:
+            return self.replay(step) if self.recordable else (self.backward(step), self.move())
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            return None
 
     def backward(self, step: int) -> Tensor:
         """Gradients of the whole batch, micro-batch by micro-batch; this process's mean loss."""
@@ -272,20 +280,22 @@ class Run:
         self.optimiser.zero_grad()
         return norm
 
-    def shrink(self, step: int, error: Exception) -> None:
+    def shrink(self, step: int) -> None:
         """Out of memory: a smaller micro-batch, and the step again from its beginning."""
         smaller = [d for d in divisors(self.micro) if d < self.micro]
         if not smaller or self.cluster.world > 1 or self.changing:  # half-changed weights cannot take the step again
             raise UserError(
                 f"out of memory with micro-batches of {self.micro} images; set micro={smaller[0] if smaller else 1}, "
                 "recompute=true, or a smaller image_size or model"
-            ) from error
+            )
         self.warn(f"out of memory with micro-batches of {self.micro} images; going on with {smaller[0]}")
         self.micro = smaller[0]
         self.recorded = None
         self.optimiser.zero_grad()
-        torch.cuda.empty_cache()
         self.batches = self.stream(step)
+        self.tester.shrink(2 * self.micro)
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.cluster.device.type, torch.bfloat16, enabled=self.bf16)
