@@ -1,6 +1,6 @@
 """Training on a GPU, killed and resumed by real signals: does it end with the same weights, to the bit?
 
-    python tests/chaos/gpu_kills.py [--device cuda] [--kills 4] [--steps 300] [--ways "compiled, bf16" ...] [--out FOLDER]
+    python tests/chaos/gpu_kills.py [--device cuda] [--kills 4] [--steps 300] [--ways WAY ...] [--out FOLDER]
 
 For each way of running (compiled or not, as a CUDA graph or not, bf16 or float32) a run that nobody disturbs is made
 twice, to learn whether the machine's kernels repeat themselves at all, and then once more with SIGKILL at random steps.
