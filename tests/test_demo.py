@@ -48,7 +48,7 @@ def test_the_story_is_told_to_its_end(out: Path, capfd: pytest.CaptureFixture[st
     assert "cut into 4 x 4 patches of 2 x 2 pixels" in said
     assert [line.strip().split("   ")[0] for line in said.splitlines()[-3:]] == [command for command, _ in demo.NEXT]
     answers = capfd.readouterr().out.splitlines()
-    assert [line.split()[0] for line in answers[1:]] == [str(out / "samples" / f"{i}.png") for i in range(10)]
+    assert [line.split()[0][-13:] for line in answers[1:]] == [f"samples/{i}.png" for i in range(10)]
     for figure in ("positions.png", "3/rollout.png", "3/steps.png"):
         assert Image.open(out / "inside" / figure).size[0] > 400
 

@@ -258,13 +258,17 @@ def test_a_split_of_ones_own(
 def test_the_share_that_a_run_held_out(run: Path, tmp_path: Path) -> None:
     """The verb asks the run's recipe, so that it tests on no image that the run was trained on."""
     from vitlab.cli.evaluating import training_of
+    from vitlab.config import Preprocess
     from vitlab.config import to_json as as_json
+    from vitlab.models.variants import configure
     from vitlab.training.recipe import Recipe
 
     folder = tmp_path / "run"
     folder.mkdir()
     recipe = as_json(Recipe("Ti/4", "photos", steps=1, holdout=0.1))
-    (folder / "recipe.json").write_text(json.dumps({"recipe": recipe}))
+    model = {"kind": "vit", **as_json(configure("Ti/4", {"image_size": 8, "classes": 2}))}
+    about = {"model": model, "preprocess": as_json(Preprocess()), "labels": ["a", "b"], "images": 9}
+    (folder / "recipe.json").write_text(json.dumps({"recipe": recipe, **about}))
     assert training_of(str(folder), "photos/") == (0.1, True)
     assert training_of(str(folder), "others") == (0.2, False)
     assert training_of(str(run), "photos") == (0.2, False)

@@ -56,12 +56,13 @@ def restored() -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("compiled", ["no", "yes"])
 def test_killed_and_continued_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: str, graph: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: str, graph: bool, precision: str
 ) -> None:
-    settings = {**SETTINGS, "compile": compiled, "graph": graph}
+    settings = {**SETTINGS, "compile": compiled, "graph": graph, "precision": precision}
     go(tmp_path / "plain", **settings)
     for i, step in enumerate((3, 11, 17)):  # before the first checkpoint, between two, while a recording is replayed
         with killed_inside(step, monkeypatch):

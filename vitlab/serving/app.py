@@ -44,7 +44,7 @@ def create_app(service: Service, hosts: Hosts | None = None) -> FastAPI:
 
 
 def add_model_routes(app: FastAPI, service: Service) -> None:
-    failures = schema.errors(400, 401, 408, 413, 415, 421, 422, 500, 503)
+    failures = schema.errors(400, 401, 408, 413, 415, 421, 422, 429, 500, 503)
 
     @app.post(
         "/v1/predict",

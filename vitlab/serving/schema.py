@@ -72,6 +72,7 @@ ERRORS = {
     415: "The Content-Type is neither a form nor an image.",
     421: "The Host header names another server.",
     422: "A broken picture, or a parameter out of range.",
+    429: "Too many large or unusual pictures at once; try again after Retry-After seconds.",
     500: "The model failed on this batch.",
     503: "The queue is full, or the server is stopping; try again after Retry-After seconds.",
 }

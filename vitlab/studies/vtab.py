@@ -141,7 +141,8 @@ class Study:
     def train(self, task: Task, data: Data, lr: float, folder: Path) -> tuple[dict[str, float], float]:
         recipe = dataclasses.replace(self.recipe_of(task), lr=lr)
         try:
-            outcome = train(recipe, folder, resume=True, console=self.console, data=data)
+            # a broken image may have been replaced since the last attempt
+            outcome = train(recipe, folder, resume=True, accept_data_changes=True, console=self.console, data=data)
         except Stopped as stop:
             said = str(stop).replace("continue with --resume", "the same command goes on from here")
             raise Stopped(stop.code - 128, f"{task.name}: {said}") from None
