@@ -12,7 +12,7 @@ demo: $(READY)
 	$(BIN)/vitlab demo
 
 test: lint
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" -n auto --maxprocesses 4 --dist loadfile
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow

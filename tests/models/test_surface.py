@@ -132,6 +132,7 @@ def test_compile_then_resize(randomise: Fill) -> None:
         model(torch.randn(2, 3, *SMALL))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and there is no g++")
 def test_inductor(randomise: Fill) -> None:
     torch._dynamo.reset()

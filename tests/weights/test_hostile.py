@@ -101,6 +101,7 @@ SAFETENSORS: dict[str, tuple[Any, bytes]] = {
     "deep": (b'{"a":' * 200_000, b""),
     "endless number": (b'{"a": ' + b"9" * 10_000 + b"}", b""),
     "metadata of numbers": ({"__metadata__": {"format": 1}}, b""),
+    "half a letter in our own metadata": ({"__metadata__": {"vitlab/1": "\ud800"}}, b""),
     "nothing in it": ({}, b""),
     "many tensors": ({f"t{i}": entry([0], 0, 0) for i in range(50_000)}, b""),
 }

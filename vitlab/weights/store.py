@@ -208,7 +208,7 @@ def fits(source: Source) -> bool:
 def read(source: Source, given: Traits, image_size: Size | None) -> Reading:
     """From a folder's config.json, which must agree with the weights' header; of a bare file, from the header."""
     where = f"the config in the header of {source.name}"
-    header = parse_json(source.tensors.metadata.get(FORMAT, "").encode(), where)
+    header = parse_json(source.tensors.metadata.get(FORMAT, "").encode(errors="surrogatepass"), where)
     config = model_config(header, len(source.shapes))
     if source.config and source.config.get("model") != header:
         raise UserError(f"{source.name} has one model in its {CONFIG} and another in its weights' header")
