@@ -12,7 +12,7 @@ demo: $(READY)
 	$(BIN)/vitlab demo
 
 test: lint
-	$(BIN)/pytest -m "not slow" -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow

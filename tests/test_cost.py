@@ -93,6 +93,7 @@ def test_days() -> None:
     assert days(86_400 * 2e12, 2) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_counting_needs_no_memory_and_leaves_the_default_device_alone() -> None:
     found = cost(lambda: create("g/14", depth=400))  # 40 GB of weights, were they real
     assert found.parameters > 9e9
