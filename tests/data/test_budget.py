@@ -86,8 +86,9 @@ def test_truncated_headers_raise_nothing_new() -> None:
     for kind in ("JPEG", "PNG", "WEBP", "AVIF", "GIF"):
         data = wide(40, 30, kind)
         for end in range(len(data)):
-            read_header(data[:end])
-            largest_frame(data[:end])
+            header = read_header(data[:end])
+            assert header is None or header.pixels <= 40 * 30
+            assert min(largest_frame(data[:end])) >= 0
 
 
 # ---- bombs
