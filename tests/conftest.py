@@ -23,8 +23,8 @@ def fill(model: nn.Module, seed: int = 0) -> nn.Module:
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
         dense = tensor.ndim > 1 and not any(part in ADDED for part in name.split("."))
         scale = max(1, tensor[0].numel()) ** -0.5 if dense else 0.5
-        centre = 1.0 if tensor.ndim == 1 and name.endswith("weight") else 0.0  # the scales of norms
-        tensor.copy_(centre + scale * noise)
+        center = 1.0 if tensor.ndim == 1 and name.endswith("weight") else 0.0  # the scales of norms
+        tensor.copy_(center + scale * noise)
 
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -34,7 +34,7 @@ def fill(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 @pytest.fixture
-def randomise() -> Callable[..., nn.Module]:
+def randomize() -> Callable[..., nn.Module]:
     return fill
 
 

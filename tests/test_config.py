@@ -9,18 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitlab.config import (
-    Preprocess,
-    ResNetConfig,
-    StemConfig,
-    UserError,
-    ViTConfig,
-    as_size,
-    from_json,
-    parse_settings,
-    to_json,
-)
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess, ResNetConfig, StemConfig, ViTConfig, as_size
 from vitlab.models.variants import LISTED, configure
+from vitlab.settings import from_json, parse_settings, to_json
 
 VIT: dict[str, Any] = {"image_size": (32, 48), "patch": 16, "depth": 2, "width": 12, "mlp": 20, "heads": 3}
 CONFIGS = [

@@ -14,10 +14,10 @@ from PIL import Image
 from rich.console import Console
 
 from vitlab import demo
-from vitlab.config import UserError
-from vitlab.data.sources import open_data
-from vitlab.recipes import find
+from vitlab.data.source import open_data
+from vitlab.errors import UserError
 from vitlab.training.loop import train
+from vitlab.training.recipes import find
 
 VITLAB = Path(sys.executable).with_name("vitlab")
 

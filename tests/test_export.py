@@ -17,11 +17,12 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vitlab
-from vitlab.config import Preprocess, ResNetConfig, StemConfig, UserError, ViTConfig
-from vitlab.export import Report, check, export
+from vitlab.errors import UserError
+from vitlab.export import Report, compare, export
 from vitlab.export import onnx as onnx_file
 from vitlab.export.graph import Half, any_size, plain, stretch
-from vitlab.export.pictures import open_pictures
+from vitlab.export.images import open_pictures
+from vitlab.models.config import Preprocess, ResNetConfig, StemConfig, ViTConfig
 from vitlab.models.variants import Model, build
 from vitlab.predict import Classifier
 
@@ -244,7 +245,7 @@ def test_a_file_that_differs_is_not_written(
     run: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(onnx_file, "LARGEST", 10_000)  # weights of their own go as well
-    monkeypatch.setitem(check.LIMITS, "fp32", -1.0)
+    monkeypatch.setitem(compare.LIMITS, "fp32", -1.0)
     with pytest.raises(UserError, match=r"nothing is written: .* differ from the model's by up to \d"):
         export(run, tmp_path / target)
     assert list(tmp_path.iterdir()) == []

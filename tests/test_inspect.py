@@ -15,8 +15,8 @@ from vitlab.analysis.embeddings import patch_filters, position_similarity
 from vitlab.analysis.gallery import FIGURES, folder_names
 from vitlab.analysis.steps import five_steps
 from vitlab.cli import main
-from vitlab.config import Preprocess, StemConfig, ViTConfig
 from vitlab.data.transforms import eval_image
+from vitlab.models.config import Preprocess, StemConfig, ViTConfig
 from vitlab.plots import style
 
 pytest.importorskip("matplotlib")
@@ -52,12 +52,12 @@ def pictures(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path, randomise: Any) -> Path:
-    return save(tmp_path / "run", randomise)
+def run(tmp_path: Path, randomize: Any) -> Path:
+    return save(tmp_path / "run", randomize)
 
 
-def save(folder: Path, randomise: Any, **settings: Any) -> Path:
-    model = randomise(vitlab.build(ViTConfig(**(BASE | {"classes": 3} | settings))))
+def save(folder: Path, randomize: Any, **settings: Any) -> Path:
+    model = randomize(vitlab.build(ViTConfig(**(BASE | {"classes": 3} | settings))))
     labels = ("cat", "dog", "owl") if model.config.classes else None
     vitlab.save(model, folder, labels=labels, preprocess=Preprocess(crop=1.0))
     return folder
@@ -116,9 +116,9 @@ def test_arrays_are_what_the_functions_give(
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "plain"])
 def test_every_kind_of_model(
-    name: str, pictures: Path, tmp_path: Path, randomise: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, pictures: Path, tmp_path: Path, randomize: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = save(tmp_path / "run", randomise, **MODELS[name])
+    run = save(tmp_path / "run", randomize, **MODELS[name])
     inspect(monkeypatch, run, pictures / "a.jpg", "--out", tmp_path / "out", "--figures", "distance,steps")
     with np.load(tmp_path / "out" / "a" / "arrays.npz") as arrays:
         model = vitlab.load(run)
@@ -135,11 +135,11 @@ def test_without_positions_the_rest_is_drawn(
     kind: str,
     pictures: Path,
     tmp_path: Path,
-    randomise: Any,
+    randomize: Any,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = save(tmp_path / "run", randomise, positions=kind)
+    run = save(tmp_path / "run", randomize, positions=kind)
     inspect(monkeypatch, run, pictures / "a.jpg", "--out", tmp_path / "out", "--figures", "positions,rollout")
     said = " ".join(capsys.readouterr().out.split())
     assert f"positions: no figure, this model adds no position embeddings at its stem (positions='{kind}'" in said

@@ -9,14 +9,13 @@ from PIL import Image
 from rich.console import Console
 
 import vitlab
-from vitlab.config import UserError
-from vitlab.data.sources import open_data
+from vitlab.data.source import open_data
 from vitlab.data.transforms import eval_image
+from vitlab.errors import UserError
 from vitlab.export import export
-from vitlab.recipes import find
 from vitlab.training.loop import train
 from vitlab.training.recipe import override
-from vitlab.weights import preprocess_of
+from vitlab.training.recipes import find
 
 SHARED = Path(__file__).parents[1] / ".." / "shared"
 pytestmark = pytest.mark.slow
@@ -45,7 +44,7 @@ def test_digits_agree_on_all_but_one_in_a_hundred(digits: str, tmp_path: Path) -
     model, data = vitlab.load(digits), open_data("digits")  # and now by hand, over all 1,797
     images = torch.stack(
         [
-            eval_image(part.image(i), (8, 8), preprocess_of(model))
+            eval_image(part.image(i), (8, 8), model.card.preprocess)
             for part in (data.train, data.test)
             for i in range(len(part))
         ]

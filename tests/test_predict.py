@@ -23,10 +23,11 @@ from rich.cells import cell_len
 
 import vitlab
 from vitlab.cli import main
-from vitlab.config import Preprocess, UserError
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess
 from vitlab.predict import Classifier, web
 from vitlab.predict.inputs import Inputs, find
-from vitlab.predict.stream import answers
+from vitlab.predict.stream import predictions
 
 VITLAB = Path(sys.executable).with_name("vitlab")
 LABELS = ("cat", "dog, small", "고양이", 'a "quoted" one', "emu")
@@ -90,7 +91,7 @@ def same(one: list[dict[str, object]], other: list[dict[str, object]]) -> bool:
 
 
 def by_hand(run: str, image: Image.Image) -> np.ndarray:
-    """Scale, crop, normalise and softmax, written out in numpy float64; only the network itself is ours."""
+    """Scale, crop, normalize and softmax, written out in numpy float64; only the network itself is ours."""
     width, height = image.size
     short = int(16 / HOW.crop)
     scaled = (short, int(short * height / width)) if width <= height else (int(short * width / height), short)
@@ -219,7 +220,7 @@ def test_pictures_of_every_kind(run: str, tmp_path: Path, cli) -> None:
 @pytest.mark.parametrize(("batch", "workers"), [(1, 0), (3, 0), (16, 0), (4, 1)])
 def test_answers_do_not_hang_on_the_batch(run: str, photos: Path, batch: int, workers: int) -> None:
     classifier, found = Classifier(run, "cpu"), find([str(photos)])
-    every = list(answers(classifier, found, range(len(found)), top=5, batch=batch, workers=workers))
+    every = list(predictions(classifier, found, range(len(found)), top=5, batch=batch, workers=workers))
     got = [answer for part in every for answer in part.good]
     assert [answer.path for answer in got] == good(photos)
     assert [Path(bad[1]).name for part in every for bad in part.broken] == ["03x.jpg", "05x.png"]
@@ -236,7 +237,7 @@ def test_on_a_gpu_neither_do_they(run: str, photos: Path) -> None:
     classifier, found = Classifier(run, "cuda"), find([str(photos)])
 
     def ask(part: range) -> dict[str, dict[str, float]]:
-        every = answers(classifier, found, part, top=5, workers=0)
+        every = predictions(classifier, found, part, top=5, workers=0)
         return {answer.path: dict(answer.classes) for batch in every for answer in batch.good}
 
     whole, some = ask(range(len(found))), ask(range(5, 8))
@@ -254,7 +255,7 @@ def test_pictures_are_read_as_they_are_answered(run: str, photos: Path) -> None:
             return super().image(index)
 
     found = Counted([name for name in good(photos) for _ in range(20)])
-    stream = answers(Classifier(run, "cpu"), found, range(len(found)), top=1, batch=8, workers=0)
+    stream = predictions(Classifier(run, "cpu"), found, range(len(found)), top=1, batch=8, workers=0)
     next(stream)
     assert len(read) <= 16  # of 280
     assert sum(len(part.good) for part in stream) == 272

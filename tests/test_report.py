@@ -21,21 +21,22 @@ from typer.testing import CliRunner
 
 import vitlab
 from vitlab.cli import app
-from vitlab.config import Preprocess, ResNetConfig, UserError
 from vitlab.cost import cost
-from vitlab.data.sources import Arrays, open_data
+from vitlab.data.source import ArraySource, open_data
 from vitlab.data.transforms import Augment
+from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import evaluate, score
+from vitlab.models.config import Preprocess, ResNetConfig
 from vitlab.models.variants import build, configure
 from vitlab.plots.curves import smoothed
 from vitlab.plots.inside import overlay
 from vitlab.report import sections, write_report
+from vitlab.report.describe import count, how, model_name
 from vitlab.report.history import read_history, spent
-from vitlab.report.pictures import MOST, worst_mistakes
-from vitlab.report.words import count, how, model_name
-from vitlab.training.known import remember
+from vitlab.report.images import MOST, worst_mistakes
 from vitlab.training.loop import train
 from vitlab.training.recipe import Recipe
+from vitlab.training.trust import remember
 
 VITLAB = Path(sys.executable).with_name("vitlab")
 CHROMIUM = Path("/usr/bin/chromium")
@@ -249,7 +250,7 @@ def test_a_resnet_shows_its_mistakes_without_attention() -> None:
     model = build(ResNetConfig(image_size=(16, 16), stages=(1,), width=32, classes=3))
     torch.nn.init.normal_(model.head.weight)
     images = np.random.default_rng(0).integers(0, 256, (20, 16, 16, 3), dtype=np.uint8)
-    source = Arrays("noise", images, np.arange(20) % 3, ("a", "b", "c"))
+    source = ArraySource("noise", images, np.arange(20) % 3, ("a", "b", "c"))
     found = evaluate(model, source, device="cpu", workers=0)
     seen: list[int] = []
     shown = worst_mistakes(found, model, source, "cpu", seen.append)
@@ -263,7 +264,7 @@ def test_a_masked_run_has_a_shorter_report(tmp_path: Path) -> None:
     train(recipe, tmp_path / "masked", console=Console(quiet=True))
     found = Page(write_report(tmp_path / "masked").read_text())
     assert "It has no classes of its own" in found.words
-    assert f"vitlab finetune photos/ --from {tmp_path / 'masked'}" in found.words
+    assert f"vitlab finetune photos/ --weights {tmp_path / 'masked'}" in found.words
     assert "taken for" not in found.words
     assert "vitlab predict" not in found.words
 
@@ -277,7 +278,7 @@ def test_time_is_the_sum_over_stretches() -> None:
     assert spent([], batch=100) == 0
 
 
-def test_smoothing_is_a_mean_over_neighbours() -> None:
+def test_smoothing_is_a_mean_over_neighbors() -> None:
     values = np.random.default_rng(1).normal(size=23)
     for reach in (0, 1, 4, 10, 30):
         near = [max(reach // 4, min(reach, i, 22 - i)) for i in range(23)]
@@ -292,7 +293,7 @@ def test_models_of_the_paper_are_called_by_their_names(name: str) -> None:
 
 def test_words() -> None:
     assert [count(n) for n in (853, 85_798_656, 4.258e21)] == ["853", "85.8 M", "4.26e+03 E"]
-    frozen = dataclasses.replace(SMALL, freeze="body", optimiser="sgd", decay="constant", warmup=0, ema=0.0)
+    frozen = dataclasses.replace(SMALL, freeze="body", optimizer="sgd", decay="constant", warmup=0, ema=0.0)
     said = how(frozen, 64)
     assert said.startswith("The head alone learned for 40 steps of 64 images (each training image about 40 times)")
     assert "SGD with a learning rate of 0.005. Images were cut to 80 to 100 % of the picture." in said
@@ -364,7 +365,7 @@ def test_without_matplotlib_the_run_is_saved_and_ends_well(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", [["train", "digits"], ["finetune", "digits", "--from", "none"]])
+@pytest.mark.parametrize("verb", [["train", "digits"], ["finetune", "digits", "--weights", "none"]])
 def test_of_two_processes_the_first_writes_it(verb: list[str], tmp_path: Path) -> None:
     torchrun = [str(VITLAB.with_name("torchrun")), "--standalone", "--nproc-per-node=2", "--no-python"]
     small = ["depth=1", "width=16", "heads=2", "mlp=16", "steps=4", "warmup=0", "batch=8", "device=cpu"]

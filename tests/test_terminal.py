@@ -1,4 +1,4 @@
-"""What reaches a terminal: names from outside steer nothing, break nothing and are still to be recognised."""
+"""What reaches a terminal: names from outside steer nothing, break nothing and are still to be recognized."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from rich.table import Table
 
 import vitlab
 from vitlab.cli.app import sentence
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.terminal import Terminal, printable
 
 VITLAB = Path(sys.executable).with_name("vitlab")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from PIL import Image
 
-from vitlab.config import UserError
 from vitlab.data.images import BrokenImage
+from vitlab.errors import UserError
 from vitlab.predict import web
 
 Talk = Callable[[bytes], Iterator[bytes]]

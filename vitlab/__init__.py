@@ -12,14 +12,14 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 
 if TYPE_CHECKING:
     from vitlab.analysis.attention import attention
     from vitlab.models.variants import build, create
     from vitlab.weights.convert import convert
     from vitlab.weights.load import load
-    from vitlab.weights.store import save
+    from vitlab.weights.save import save
 
 __version__ = "0.1.0"
 __all__ = ["UserError", "attention", "build", "convert", "create", "load", "save"]
@@ -30,7 +30,7 @@ _HOMES = {
     "convert": "vitlab.weights.convert",
     "create": "vitlab.models.variants",
     "load": "vitlab.weights.load",
-    "save": "vitlab.weights.store",
+    "save": "vitlab.weights.formats.vitlab",
 }
 
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.models.variants import Model
 
 BACKWARD = 2  # a backward pass costs two forward ones: gradients of the inputs and of the weights

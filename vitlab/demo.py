@@ -15,22 +15,25 @@ from rich.text import Text
 from torch import Tensor
 
 from vitlab.analysis.gallery import Gallery
-from vitlab.config import UserError
 from vitlab.data.loader import Batch, EvalLoader
-from vitlab.data.sources import Data, Source, open_data
+from vitlab.data.source import Data, ImageSource, open_data
+from vitlab.errors import UserError
 from vitlab.models.vit import ViT
-from vitlab.predict.many import predict_many
-from vitlab.recipes import find
+from vitlab.predict.files import predict_files
 from vitlab.training.recipe import Recipe
-from vitlab.training.start import stored_recipe
-from vitlab.weights import load, preprocess_of
-from vitlab.weights.store import WEIGHTS
+from vitlab.training.recipes import find
+from vitlab.training.setup import stored_recipe
+from vitlab.weights import load
+from vitlab.weights.formats.vitlab import WEIGHTS
 
 MOST_SHOWN = 12
 PHOTOS = 20  # files of each digit
 FIGURES = ("positions", "rollout", "steps")
 NEXT = (
-    ("vitlab finetune photos/ --from google/vit-base-patch16-224 --out runs/mine", "one folder per class in photos/"),
+    (
+        "vitlab finetune photos/ --weights google/vit-base-patch16-224 --out runs/mine",
+        "one folder per class in photos/",
+    ),
     ("vitlab predict runs/mine photo.jpg", "what is in a picture"),
     ("vitlab serve runs/mine", "a page to drop pictures on"),
 )
@@ -60,7 +63,7 @@ def tell(console: Console, out: Path) -> None:
     show_steps(console, model, tests.images[:1])
     write_digits(data.test, out)
     say(console, f"\nvitlab predict {out} {out / 'samples'}")
-    predict_many(str(out), [str(out / "samples")], kind="table")
+    predict_files(str(out), [str(out / "samples")], kind="table")
     try:
         Gallery(model, out / "inside", FIGURES).write([out / "samples" / "3.png"], lambda line: None)
     except UserError as error:  # matplotlib is an option
@@ -87,7 +90,7 @@ def say(console: Console, line: str) -> None:
 # ---- digits as files
 
 
-def write_digits(source: Source, out: Path) -> None:
+def write_digits(source: ImageSource, out: Path) -> None:
     """Of each digit one file in samples/ and twenty others in photos/."""
     try:
         for label, name in enumerate(source.classes):
@@ -107,7 +110,7 @@ def write_digits(source: Source, out: Path) -> None:
 
 def read_all(model: ViT, data: Data) -> Batch:
     """The whole test set, as one batch."""
-    loader = EvalLoader(data.test, model.config.image_size, preprocess_of(model), batch=len(data.test))
+    loader = EvalLoader(data.test, model.config.image_size, model.card.preprocess, batch=len(data.test))
     return next(iter(loader.batches()))
 
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 
 
 def pick_device(name: str) -> torch.device:
@@ -65,3 +65,57 @@ def sound_kernels(device: torch.device, tokens: int) -> Iterator[None]:
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before[0])
         torch.backends.cudnn.deterministic = before[1]
+
+
+# Dense bf16 tensor throughput by the vendors' data sheets, operations per second.
+PEAKS = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's peak speed, if it is a GPU of the table."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((speed for key, speed in PEAKS.items() if key in name), None)
+
+
+@contextmanager
+def cpu_threads(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# On the CPU torch has no type of its own for it; the last are oneDNN's words.
+ON_CPU = ("DefaultCPUAllocator", "not enough memory", "Cannot allocate memory", "could not create a primitive")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in ON_CPU)
+
+
+@contextmanager
+def memory_errors(doing: str, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not out_of_memory(error):
+            raise
+        raise UserError(f"out of memory while {doing}; {remedy}") from error

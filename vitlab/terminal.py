@@ -6,9 +6,12 @@ of our own, `markup=True`.
 """
 
 import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 JOINERS = "\u200c\u200d"  # invisible, harmless, and part of words in Persian and of emoji
@@ -35,5 +38,19 @@ class Terminal(Console):
         return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
 
     def remark(self, kind: str, line: str, style: str = "yellow") -> None:
-        """`kind: line` with its first word coloured."""
+        """`kind: line` with its first word colored."""
         self.print(Text.assemble((f"{kind}:", style), " ", printable(line)), soft_wrap=True)
+
+
+def warn(line: str) -> None:
+    Terminal(stderr=True).print(f"warning: {line}", soft_wrap=True)
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, nothing elsewhere; call what it gives with the images that are done."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda images: bar.advance(task, images)

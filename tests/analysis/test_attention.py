@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import vitlab
 from vitlab.analysis.attention import each_attention
-from vitlab.config import ResNetConfig, StemConfig, UserError, ViTConfig
+from vitlab.errors import UserError
+from vitlab.models.config import ResNetConfig, StemConfig, ViTConfig
 from vitlab.models.vit import Attention
 
 Fill = Callable[..., Any]
@@ -38,8 +39,8 @@ CONFIGS = {
 each = pytest.mark.parametrize("name", CONFIGS)
 
 
-def prepared(name: str, randomise: Fill) -> tuple[Any, Tensor]:
-    model = randomise(vitlab.build(CONFIGS[name])).double()
+def prepared(name: str, randomize: Fill) -> tuple[Any, Tensor]:
+    model = randomize(vitlab.build(CONFIGS[name])).double()
     return model, torch.randn(2, 3, *model.config.image_size, dtype=torch.float64)
 
 
@@ -70,8 +71,8 @@ def numbers(layer: nn.Linear) -> tuple[np.ndarray, np.ndarray]:
 
 
 @each
-def test_shapes_and_sums(name: str, randomise: Fill) -> None:
-    model, images = prepared(name, randomise)
+def test_shapes_and_sums(name: str, randomize: Fill) -> None:
+    model, images = prepared(name, randomize)
     c = model.config
     maps = vitlab.attention(model, images)
     assert len(maps) == (2 * c.depth if c.attention == "axial" else c.depth)
@@ -84,8 +85,8 @@ def test_shapes_and_sums(name: str, randomise: Fill) -> None:
 
 
 @each
-def test_times_the_values_is_the_output(name: str, randomise: Fill) -> None:
-    model, images = prepared(name, randomise)
+def test_times_the_values_is_the_output(name: str, randomize: Fill) -> None:
+    model, images = prepared(name, randomize)
     model.eval()
     c, maps = model.config, vitlab.attention(model, images)
     layers = watched(model, images)
@@ -118,9 +119,9 @@ def looks(c: ViTConfig, layer: int, i: int, j: int) -> bool:
 
 
 @each
-def test_values(name: str, randomise: Fill) -> None:
+def test_values(name: str, randomize: Fill) -> None:
     """exp(q k / sqrt(K)) over its sum, one query at a time."""
-    model, images = prepared(name, randomise)
+    model, images = prepared(name, randomize)
     model.eval()
     c, maps = model.config, vitlab.attention(model, images)
     k = c.width // c.heads
@@ -141,8 +142,8 @@ def test_values(name: str, randomise: Fill) -> None:
 
 @each
 @pytest.mark.parametrize("training", [True, False])
-def test_leaves_the_model_as_it_was(name: str, training: bool, randomise: Fill) -> None:
-    model, images = prepared(name, randomise)
+def test_leaves_the_model_as_it_was(name: str, training: bool, randomize: Fill) -> None:
+    model, images = prepared(name, randomize)
     model.train(training)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     first, again = vitlab.attention(model, images), vitlab.attention(model, images)
@@ -154,9 +155,9 @@ def test_leaves_the_model_as_it_was(name: str, training: bool, randomise: Fill) 
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_leaves_each_part_in_its_mode(training: bool, randomise: Fill) -> None:
+def test_leaves_each_part_in_its_mode(training: bool, randomize: Fill) -> None:
     """One part frozen while the rest trains, or the other way round."""
-    model, images = prepared("hybrid", randomise)
+    model, images = prepared("hybrid", randomize)
     model.train(training)
     model.stem.train(not training)
     modes = [module.training for module in model.modules()]
@@ -164,8 +165,8 @@ def test_leaves_each_part_in_its_mode(training: bool, randomise: Fill) -> None:
     assert [module.training for module in model.modules()] == modes
 
 
-def test_a_failure_leaves_no_hooks(randomise: Fill) -> None:
-    model, images = prepared("plain", randomise)
+def test_a_failure_leaves_no_hooks(randomize: Fill) -> None:
+    model, images = prepared("plain", randomize)
     with pytest.raises(UserError, match="resize"):
         vitlab.attention(model, images[..., :8])
     assert model.training
@@ -189,9 +190,9 @@ def compiled_by_block(model: Any) -> Any:
 
 @pytest.mark.parametrize("how", [compiled_outside, compiled_in_place, compiled_by_block])
 @pytest.mark.parametrize("name", ["plain", "axial"])
-def test_compiled_models(name: str, how: Callable[[Any], Any], randomise: Fill) -> None:
+def test_compiled_models(name: str, how: Callable[[Any], Any], randomize: Fill) -> None:
     torch._dynamo.reset()
-    model, images = prepared(name, randomise)
+    model, images = prepared(name, randomize)
     model.eval()
     expected, logits = vitlab.attention(model, images), model(images)
     compiled = how(copy.deepcopy(model))
@@ -204,9 +205,9 @@ def test_compiled_models(name: str, how: Callable[[Any], Any], randomise: Fill) 
 
 @pytest.mark.parametrize("name", ["plain", "relative", "axial"])
 @pytest.mark.parametrize("way", ["weights", "autocast"])
-def test_low_precision(name: str, way: str, randomise: Fill) -> None:
+def test_low_precision(name: str, way: str, randomize: Fill) -> None:
     """Weights come in float32 at least, and their rows still sum to 1."""
-    model, images = prepared(name, randomise)
+    model, images = prepared(name, randomize)
     expected = vitlab.attention(model, images)
     kept = torch.bfloat16 if way == "weights" else torch.float32
     with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
@@ -217,9 +218,9 @@ def test_low_precision(name: str, way: str, randomise: Fill) -> None:
         assert (got - one).abs().max() < 0.1
 
 
-def test_after_resize(randomise: Fill) -> None:
+def test_after_resize(randomize: Fill) -> None:
     for name in ("relative", "axial"):
-        model, _ = prepared(name, randomise)
+        model, _ = prepared(name, randomize)
         model.resize((8, 16))
         maps = vitlab.attention(model, torch.randn(1, 3, 8, 16, dtype=torch.float64))
         assert {one.shape[-1] for one in maps} == {8 + model.config.token}
@@ -234,9 +235,9 @@ def test_not_for_these() -> None:
 
 
 @each
-def test_a_layer_at_a_time(name: str, randomise: Fill) -> None:
+def test_a_layer_at_a_time(name: str, randomize: Fill) -> None:
     """The same weights, without gradients, and a layer is gone when the next one comes."""
-    model, images = prepared(name, randomise)
+    model, images = prepared(name, randomize)
     expected = vitlab.attention(model, images)
     maps = each_attention(model, images)
     before: weakref.ref[Tensor] | None = None

@@ -20,7 +20,8 @@ from vitlab.analysis.distance import (
     query_distances,
     rank_correlation,
 )
-from vitlab.config import StemConfig, UserError, ViTConfig
+from vitlab.errors import UserError
+from vitlab.models.config import StemConfig, ViTConfig
 
 TI16 = Path(__file__).parents[3] / "shared" / "weights" / "vit_tiny_patch16_224.safetensors"
 GRIDS = [(4, 4), (2, 5), (5, 2), (1, 6), (1, 1)]
@@ -80,7 +81,7 @@ def test_looking_everywhere_alike(grid: tuple[int, int]) -> None:
 
 
 def test_cells_are_told_apart_by_row_and_column() -> None:
-    """On 2 x 5 cells the first and the sixth are neighbours, the first and the fifth are not."""
+    """On 2 x 5 cells the first and the sixth are neighbors, the first and the fifth are not."""
     far = cell_distances((2, 5), 16)
     assert far[0, 5] == 16
     assert far[0, 4] == 64
@@ -88,12 +89,12 @@ def test_cells_are_told_apart_by_row_and_column() -> None:
 
 
 def looped(weights: np.ndarray, c: ViTConfig) -> float:
-    """One head's mean distance, a pair of patches at a time, centres in pixels."""
+    """One head's mean distance, a pair of patches at a time, centers in pixels."""
     lead, (h, w), found = int(c.token), c.grid, []
-    centres = [((y + 0.5) * c.stride, (x + 0.5) * c.stride) for y in range(h) for x in range(w)]
-    for i, here in enumerate(centres):
+    centers = [((y + 0.5) * c.stride, (x + 0.5) * c.stride) for y in range(h) for x in range(w)]
+    for i, here in enumerate(centers):
         row = weights[lead + i, lead:]
-        found.append(sum(p / row.sum() * math.dist(here, there) for p, there in zip(row, centres, strict=True)))
+        found.append(sum(p / row.sum() * math.dist(here, there) for p, there in zip(row, centers, strict=True)))
     return float(np.mean(found))
 
 
@@ -107,12 +108,12 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_against_a_plain_loop(name: str, randomise: Any) -> None:
+def test_models_against_a_plain_loop(name: str, randomize: Any) -> None:
     c = MODELS[name]
     if name == "hybrid":  # one cell of the stem's map is 4 pixels
         c = ViTConfig((12, 20), 1, 2, 12, 12, 3, classes=2, stem=StemConfig((), 32))
         assert c.stride == 4
-    model = randomise(vitlab.build(c))
+    model = randomize(vitlab.build(c))
     images = torch.randn(5, 3, *c.image_size)
     got = mean_distance(model, [images])
     maps = vitlab.attention(model, images)
@@ -180,12 +181,11 @@ def test_the_real_ti16_looks_farther_with_depth() -> None:
     from PIL import Image
 
     from vitlab.data.transforms import eval_image
-    from vitlab.weights import preprocess_of
 
     model = vitlab.load(TI16)
     photos = [Image.fromarray(photo) for photo in sklearn.load_sample_images().images]
     photos += [photo.crop((left, 60, left + 260, 320)) for photo in photos for left in (0, 380)]
-    images = torch.stack([eval_image(photo, (224, 224), preprocess_of(model)) for photo in photos])
+    images = torch.stack([eval_image(photo, (224, 224), model.card.preprocess) for photo in photos])
     distance = mean_distance(model, images.split(4))  # type: ignore[arg-type]
     trend = scipy.stats.spearmanr(np.arange(12), distance.mean(1)).statistic
     assert trend > 0.5

@@ -11,7 +11,8 @@ import torch
 
 import vitlab
 from vitlab.analysis.embeddings import patch_filters, position_similarity, position_trend
-from vitlab.config import StemConfig, UserError, ViTConfig
+from vitlab.errors import UserError
+from vitlab.models.config import StemConfig, ViTConfig
 
 TI16 = Path(__file__).parents[3] / "shared" / "weights" / "vit_tiny_patch16_224.safetensors"
 
@@ -21,9 +22,9 @@ def small(**settings: Any) -> Any:
     return vitlab.create("Ti/8", **(base | settings))
 
 
-def test_components_are_scikit_learns(randomise: Any) -> None:
+def test_components_are_scikit_learns(randomize: Any) -> None:
     decomposition = pytest.importorskip("sklearn.decomposition")
-    model = randomise(small(width=48, image_size=8))
+    model = randomize(small(width=48, image_size=8))
     found = patch_filters(model)
     weight = model.embed.weight.detach().double().numpy()  # (D, 3, P, P)
     pca = decomposition.PCA(28, svd_solver="full").fit(weight.reshape(48, -1))
@@ -43,15 +44,15 @@ def test_as_many_components_as_there_are() -> None:
     assert found.shares.sum() == pytest.approx(1)
 
 
-def test_a_hybrids_pixels_are_its_stems(randomise: Any) -> None:
-    model = randomise(vitlab.build(ViTConfig((32, 32), 1, 1, 12, 12, 3, classes=2, stem=StemConfig((1,), 32))))
+def test_a_hybrids_pixels_are_its_stems(randomize: Any) -> None:
+    model = randomize(vitlab.build(ViTConfig((32, 32), 1, 1, 12, 12, 3, classes=2, stem=StemConfig((1,), 32))))
     found = patch_filters(model)
     assert found.stem
     assert found.filters.shape == (32, 7, 7, 3)
     assert len(found.shares) == 0
     flat = found.filters.reshape(32, -1)
     np.testing.assert_allclose(np.linalg.norm(flat, axis=1), 1, rtol=1e-5)
-    np.testing.assert_allclose(flat.mean(1), 0, atol=1e-6)  # the stem standardises its filters
+    np.testing.assert_allclose(flat.mean(1), 0, atol=1e-6)  # the stem standardizes its filters
     raw = model.stem.root.weight.detach().numpy()[3].transpose(1, 2, 0)
     assert np.corrcoef(raw.ravel(), flat[3])[0, 1] == pytest.approx(1)
 

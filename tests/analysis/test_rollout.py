@@ -9,7 +9,7 @@ from torch import Tensor
 
 import vitlab
 from vitlab.analysis.rollout import rollout, to_grid
-from vitlab.config import UserError
+from vitlab.errors import UserError
 
 
 def model_of(image_size: tuple[int, int], **settings: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The five steps as arrays: each against the model itself, colours against scikit-learn's PCA."""
+"""The five steps as arrays: each against the model itself, colors against scikit-learn's PCA."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from torch import Tensor
 import vitlab
 from vitlab.analysis.rollout import rollout, to_grid
 from vitlab.analysis.steps import Steps, five_steps, scores
-from vitlab.config import Preprocess, StemConfig, UserError, ViTConfig
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess, StemConfig, ViTConfig
 
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -24,16 +25,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, randomise: Any, **settings: Any) -> tuple[Any, Tensor]:
+def build(name: str, randomize: Any, **settings: Any) -> tuple[Any, Tensor]:
     base: dict[str, Any] = {"image_size": (12, 20), "patch": 4, "depth": 2, "width": 12, "mlp": 20, "heads": 3}
     base |= {"classes": 5, "dropout": 0.2}
-    model = randomise(vitlab.build(ViTConfig(**(base | MODELS[name] | settings)))).double()
+    model = randomize(vitlab.build(ViTConfig(**(base | MODELS[name] | settings)))).double()
     return model, torch.randn(3, *model.config.image_size, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_model(name: str, randomise: Any) -> None:
-    model, image = build(name, randomise)
+def test_every_model(name: str, randomize: Any) -> None:
+    model, image = build(name, randomize)
     c, (h, w) = model.config, model.config.grid
     maps = vitlab.attention(model, image[None])
     got = five_steps(model, image)
@@ -62,19 +63,19 @@ def test_every_model(name: str, randomise: Any) -> None:
     assert got.positions.any() == (c.positions in ("1d", "2d", "sinusoidal"))
 
 
-def matches(colours: np.ndarray, rows: np.ndarray) -> None:
+def matches(colors: np.ndarray, rows: np.ndarray) -> None:
     """Each channel is a principal component of the rows, up to its sign, stretched to [0, 1]."""
     decomposition = pytest.importorskip("sklearn.decomposition")
     projected = decomposition.PCA(3, svd_solver="full").fit_transform(rows)
     for channel in range(3):
-        mine, theirs = colours.reshape(-1, 3)[:, channel], projected[:, channel]
+        mine, theirs = colors.reshape(-1, 3)[:, channel], projected[:, channel]
         assert abs(np.corrcoef(mine, theirs)[0, 1]) == pytest.approx(1, abs=1e-5)
         assert (mine.min(), mine.max()) == (0, 1)
 
 
 @pytest.mark.parametrize("name", ["plain", "mean", "axial"])
-def test_colours_are_principal_components(name: str, randomise: Any) -> None:
-    model, image = build(name, randomise)
+def test_colors_are_principal_components(name: str, randomize: Any) -> None:
+    model, image = build(name, randomize)
     got = five_steps(model, image)
     model.eval()
     with torch.no_grad():
@@ -85,23 +86,23 @@ def test_colours_are_principal_components(name: str, randomise: Any) -> None:
         if lead:
             x = torch.cat([model.token, x], 1)
         x = x + model.positions(0)
-        for block, colours in zip(model.blocks, got.depths, strict=True):
+        for block, colors in zip(model.blocks, got.depths, strict=True):
             x = block(x)
-            matches(colours, x[0, lead:].numpy())
+            matches(colors, x[0, lead:].numpy())
 
 
-def test_colours_keep_their_sign_from_layer_to_layer(randomise: Any) -> None:
-    """Blocks that change next to nothing must not flip a colour into its opposite."""
-    model, image = build("plain", randomise, depth=4, image_size=(24, 24), positions="none")
+def test_colors_keep_their_sign_from_layer_to_layer(randomize: Any) -> None:
+    """Blocks that change next to nothing must not flip a color into its opposite."""
+    model, image = build("plain", randomize, depth=4, image_size=(24, 24), positions="none")
     with torch.no_grad():
         for block in model.blocks:
             for layer in (block.attention.out, block.mlp.down):
                 layer.weight.mul_(1e-4)
                 layer.bias.zero_()
     got = five_steps(model, image)
-    for colours in got.depths:
+    for colors in got.depths:
         for channel in range(3):
-            assert np.corrcoef(colours[..., channel].ravel(), got.tokens[..., channel].ravel())[0, 1] > 0.99
+            assert np.corrcoef(colors[..., channel].ravel(), got.tokens[..., channel].ravel())[0, 1] > 0.99
 
 
 def test_a_sign_of_its_own() -> None:
@@ -113,16 +114,16 @@ def test_a_sign_of_its_own() -> None:
     assert scores(rows, like=-found)[2, 0] < 0
 
 
-def test_one_patch_is_grey(randomise: Any) -> None:
-    model, image = build("plain", randomise, image_size=(4, 4))
+def test_one_patch_is_grey(randomize: Any) -> None:
+    model, image = build("plain", randomize, image_size=(4, 4))
     got = five_steps(model, image)
     assert got.tokens.tolist() == [[[0.5, 0.5, 0.5]]]
     assert got.rollout.tolist() == [[1.0]]
 
 
-def test_pixels_are_the_photo(tmp_path: Any, randomise: Any) -> None:
-    """Normalising is undone by the mean and deviation that travel with the weights."""
-    model, _ = build("plain", randomise)
+def test_pixels_are_the_photo(tmp_path: Any, randomize: Any) -> None:
+    """Normalizing is undone by the mean and deviation that travel with the weights."""
+    model, _ = build("plain", randomize)
     preprocess = Preprocess(mean=(0.1, 0.5, 0.9), std=(0.2, 0.3, 0.4))
     vitlab.save(model.float(), tmp_path / "run", preprocess=preprocess)
     loaded: Any = vitlab.load(tmp_path / "run")
@@ -132,8 +133,8 @@ def test_pixels_are_the_photo(tmp_path: Any, randomise: Any) -> None:
     np.testing.assert_allclose(got.pixels, photo.permute(1, 2, 0), atol=1e-6)
 
 
-def test_leaves_the_model_as_it_was(randomise: Any) -> None:
-    model, image = build("plain", randomise)
+def test_leaves_the_model_as_it_was(randomize: Any) -> None:
+    model, image = build("plain", randomize)
     model.train()
     first, again = five_steps(model, image), five_steps(torch.compile(model, backend="eager"), image)
     assert isinstance(first, Steps)
@@ -142,8 +143,8 @@ def test_leaves_the_model_as_it_was(randomise: Any) -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_failure_leaves_no_hooks(randomise: Any) -> None:
-    model, image = build("plain", randomise)
+def test_a_failure_leaves_no_hooks(randomize: Any) -> None:
+    model, image = build("plain", randomize)
     with pytest.raises(UserError, match="resize"):
         five_steps(model, image[..., :8])
     with pytest.raises(UserError, match="one image"):

@@ -16,7 +16,7 @@ from chaos import disk, kills, runs
 from chaos.faults import GROWING, Fault
 from chaos.fuzz_one import Trial
 from chaos.targets import TARGETS, Target
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.training import checkpoint
 
 
@@ -37,12 +37,14 @@ def torn_checkpoint(folder: Path) -> list[str]:
 
 def forgotten_step(folder: Path) -> list[str]:
     """A checkpoint says that it is a step further than it is."""
-    plain = checkpoint.read_facts
-    checkpoint.read_facts = lambda place: checkpoint.Facts(**{**vars(plain(place)), "step": plain(place).step + 1})
+    plain = checkpoint.read_meta
+    checkpoint.read_meta = lambda place: checkpoint.CheckpointMeta(
+        **{**vars(plain(place)), "step": plain(place).step + 1}
+    )
     try:
         return kills.chain(folder, "forgotten", [Fault("vitlab.training.loop:Run.step", 7, "before")])["failures"]
     finally:
-        checkpoint.read_facts = plain
+        checkpoint.read_meta = plain
 
 
 def raw_disk_errors(folder: Path) -> list[str]:

@@ -32,11 +32,11 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 # By the part of a run that they belong to; a name that is gone is an error, so that none is lost unseen.
 FUNCTIONS = {
     "start-up": (
-        "vitlab.training.start:make_plan",
-        "vitlab.training.start:start_model",
-        "vitlab.training.start:write_recipe",
+        "vitlab.training.setup:prepare_run",
+        "vitlab.training.setup:initial_model",
+        "vitlab.training.setup:write_recipe",
         "vitlab.training.loop:Run.take_up",
-        "vitlab.data.sources:open_data",
+        "vitlab.data.source:open_data",
     ),
     "steps": (
         "vitlab.training.loop:Run.step",
@@ -55,7 +55,7 @@ FUNCTIONS = {
         "vitlab.training.checkpoint:make_room",
         "vitlab.training.checkpoint:seal",
         "vitlab.training.checkpoint:put_in_place",
-        "vitlab.weights.files:flush",
+        "vitlab.files:fsync",
         "vitlab.training.loop:Run.finish",
         *OPERATIONS,
     ),

@@ -24,9 +24,9 @@ ROOT = Path(__file__).parents[2]
 VITLAB = [sys.executable, "-c", "from vitlab.cli import main; main()"]
 WAYS: dict[str, list[str]] = {
     "compiled, bf16": ["compile=yes"],
-    "compiled, CUDA graph, bf16": ["compile=yes", "graph=true"],
+    "compiled, CUDA graph, bf16": ["compile=yes", "cuda_graph=true"],
     "eager, bf16": ["compile=no"],
-    "CUDA graph, bf16": ["compile=no", "graph=true"],
+    "CUDA graph, bf16": ["compile=no", "cuda_graph=true"],
     "compiled, float32": ["compile=yes", "precision=float32"],
 }
 

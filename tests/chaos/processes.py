@@ -68,7 +68,7 @@ def forked(work: Callable[[], None], bound: float = BOUND) -> Ended:
 
 
 def finish(work: Callable[[], None]) -> int:
-    from vitlab.config import UserError
+    from vitlab.errors import UserError
 
     try:
         work()

@@ -34,7 +34,7 @@ SETTINGS = (
     "precision=float64",
 )
 POINTS = (  # that all processes reach, and how often
-    ("vitlab.training.start:make_plan", 1),
+    ("vitlab.training.setup:prepare_run", 1),
     ("vitlab.training.loop:Run.take_up", 1),
     ("vitlab.training.loop:Run.backward", 20),
     ("vitlab.training.loop:Run.move", 20),

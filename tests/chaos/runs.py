@@ -47,7 +47,7 @@ def profile(folder: Path) -> Counter[str]:
 
 
 def difference(reference: Path, out: Path) -> str | None:
-    """What two finished runs do not have in common: weights, optimiser, average, log, best model, files left over."""
+    """What two finished runs do not have in common: weights, optimizer, average, log, best model, files left over."""
     try:
         assert_same_run(reference, out)
         assert_same_tensors(reference, out, "checkpoints/best/model.safetensors")

@@ -25,13 +25,13 @@ from PIL import Image, features
 
 import vitlab
 from chaos import mutate
-from vitlab.config import UserError
 from vitlab.data import shards
 from vitlab.data.images import BrokenImage, decode
 from vitlab.data.parquet import splits as parquet_splits
+from vitlab.errors import UserError
 from vitlab.report.history import read_history
 from vitlab.training import checkpoint
-from vitlab.training.start import last, stored_recipe
+from vitlab.training.setup import last, stored_recipe
 
 REFUSED = (UserError, BrokenImage)
 Read = Callable[[bytes], None]
@@ -281,7 +281,7 @@ def parquet_reader(folder: Path) -> Read:
 
 def flat_reader(folder: Path) -> Read:
     """What the reader above has done by a process for each file, here in this one: faster, and coverage is seen."""
-    from vitlab.data.flat import Flat
+    from vitlab.data.parquet_reader import Flat
 
     def read(data: bytes) -> None:
         path = folder / "train.parquet"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vitlab.data.sources import Arrays
+from vitlab.data.source import ArraySource
 
 
 def picture(seed: int, height: int = 20, width: int = 24) -> Image.Image:
@@ -17,10 +17,10 @@ def picture(seed: int, height: int = 20, width: int = 24) -> Image.Image:
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def arrays(n: int = 23, classes: int = 4, height: int = 20, width: int = 24) -> Arrays:
+def arrays(n: int = 23, classes: int = 4, height: int = 20, width: int = 24) -> ArraySource:
     pixels = np.stack([np.asarray(picture(i, height, width)) for i in range(n)])
     names = tuple(f"class {i}" for i in range(classes))
-    return Arrays("pictures", pixels, np.arange(n, dtype=np.int64) % classes, names)
+    return ArraySource("pictures", pixels, np.arange(n, dtype=np.int64) % classes, names)
 
 
 def write_folder(root: Path, counts: dict[str, int], extension: str = ".png") -> Path:

@@ -15,7 +15,6 @@ from chaos import bombs
 from pictures import encoded, picture, write_folder
 from PIL import Image
 
-from vitlab.config import Preprocess
 from vitlab.data import folder
 from vitlab.data.av1 import largest_frame
 from vitlab.data.decoder import Undecodable, unpack
@@ -24,6 +23,7 @@ from vitlab.data.images import BrokenImage, decode, is_plain, sandbox
 from vitlab.data.loader import TrainLoader
 from vitlab.data.sandbox import Budget, Sandbox, Wanted
 from vitlab.data.transforms import Augment, eval_pixels
+from vitlab.models.config import Preprocess
 
 
 def wide(width: int, height: int, kind: str, **options: object) -> bytes:

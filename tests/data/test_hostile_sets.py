@@ -18,17 +18,17 @@ import numpy as np
 import pytest
 from pictures import encoded, picture, write_folder, write_shard
 
-from vitlab.config import UserError
 from vitlab.data.images import BrokenImage
-from vitlab.data.sources import open_data
+from vitlab.data.source import open_data
+from vitlab.errors import UserError
 
 pa = pytest.importorskip("pyarrow")
 
 OPEN = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
-from vitlab.config import UserError
-from vitlab.data.sources import open_data
+from vitlab.models.config import UserError
+from vitlab.data.source import open_data
 try:
     data = open_data(sys.argv[1])
     print(f"{len(data.train) + len(data.test)} images, {len(data.classes)} classes")

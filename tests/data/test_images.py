@@ -23,7 +23,7 @@ GREY = np.asarray(picture(0).convert("L")).astype(int)
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM", "GIF"])
 def test_lossless_kinds(kind: str) -> None:
     image = picture(1)
-    close = 40 if kind == "GIF" else 0  # a palette of 256 colours
+    close = 40 if kind == "GIF" else 0  # a palette of 256 colors
     assert np.abs(read(image, kind) - np.asarray(image)).max() <= close
 
 

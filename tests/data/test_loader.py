@@ -12,20 +12,21 @@ import torch
 from pictures import arrays, picture, write_folder
 from PIL import Image
 
-from vitlab.config import Preprocess, UserError
 from vitlab.data.images import BrokenImage, Shrink
 from vitlab.data.loader import Batch, EvalLoader, TrainLoader
 from vitlab.data.resident import Resident, weights, worth_holding
-from vitlab.data.sources import Arrays, open_data
+from vitlab.data.source import ArraySource, open_data
 from vitlab.data.transforms import Augment, eval_image
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess
 
 PLAIN = Preprocess()
-FULL = Augment(layers=1, mixup=0.4, cutmix=1.0, label_smoothing=0.1)
+FULL = Augment(randaugment=(1, 10), mixup=0.4, cutmix=1.0, label_smoothing=0.1)
 WAYS = [False, True]  # resident or not
 
 
 def loader(
-    source: Arrays, augment: Augment = FULL, *, size: int = 16, batch: int = 8, **settings: object
+    source: ArraySource, augment: Augment = FULL, *, size: int = 16, batch: int = 8, **settings: object
 ) -> TrainLoader:
     return TrainLoader(source, (size, size), augment, PLAIN, batch=batch, seed=5, **settings)  # type: ignore[arg-type]
 
@@ -259,7 +260,7 @@ def test_too_many_broken_images(damaged: Path, resident: bool) -> None:
         take(loader(source, resident=resident, broken_limit=0.02), 8)  # type: ignore[arg-type]
 
 
-class Ruins(Arrays):
+class Ruins(ArraySource):
     def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
         raise BrokenImage(self.name(index), "in ruins")
 
@@ -279,7 +280,7 @@ def test_broken_images_in_evaluation_are_an_error(damaged: Path, workers: int) -
         list(EvalLoader(source, (8, 8), PLAIN, batch=8, workers=workers).batches())
 
 
-class Fatal(Arrays):
+class Fatal(ArraySource):
     """Its worker is killed, as for want of memory, when it comes to the image 11."""
 
     def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:

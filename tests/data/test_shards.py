@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from pictures import encoded, picture, write_shard
 
-from vitlab.config import Preprocess, UserError
 from vitlab.data.loader import WINDOW, TrainLoader
-from vitlab.data.sources import open_data
+from vitlab.data.source import open_data
 from vitlab.data.transforms import Augment
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess
 
 
 @pytest.fixture(autouse=True)

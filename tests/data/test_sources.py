@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from pictures import arrays, encoded, picture, write_folder
 
-from vitlab.config import UserError
-from vitlab.data.sources import Source, open_data, settle
+from vitlab.data.source import ImageSource, open_data, settle
+from vitlab.errors import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +21,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def counts(source: Source) -> list[int]:
+def counts(source: ImageSource) -> list[int]:
     return np.bincount(source.labels, minlength=len(source.classes)).tolist()
 
 
-def names(source: Source) -> set[str]:
+def names(source: ImageSource) -> set[str]:
     return {source.name(i) for i in range(len(source))}
 
 
@@ -279,7 +279,7 @@ def test_revisions_of_hub_sets(tmp_path: Path) -> None:
         write_parquet(repo / "snapshots" / commit / "data" / "train-0.parquet", [0, 1, 0, 1], classes)
         (repo / "refs" / branch).write_text(commit)
     code = f"""
-from vitlab.data.sources import open_data
+from vitlab.data.source import open_data
 for name in ("some/set", "some/set@v1.0", "some/set@{old}"):
     data = open_data(name)
     print(*data.classes, data.note[-40:])

@@ -9,13 +9,14 @@ from scipy import integrate, stats
 from torch import Tensor
 from torchvision import transforms as T
 
-from vitlab.config import Preprocess, UserError
-from vitlab.data.draws import keys
 from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, targets
 from vitlab.data.randaugment import OPERATIONS, operate, randaugment
-from vitlab.data.sources import Arrays
-from vitlab.data.transforms import Augment, boxes, eval_image, flips, normalised
-from vitlab.data.workers import Cutter
+from vitlab.data.rng import keys
+from vitlab.data.source import ArraySource
+from vitlab.data.transforms import Augment, boxes, eval_image, flips, normalize
+from vitlab.data.workers import AugmentedReader
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess
 
 PLAIN = Preprocess()
 MANY = keys(1, 0, np.arange(40_000))
@@ -101,10 +102,10 @@ def test_flip_rate() -> None:
 def train_image(
     image: Image.Image, size: tuple[int, int], augment: Augment, preprocess: Preprocess, key: int
 ) -> Tensor:
-    """What a worker makes of one picture, (3, h, w), normalised."""
-    source = Arrays("one", np.asarray(image)[None], np.zeros(1, np.int64), ("a", "b"))
-    chunk = Cutter(source, size, preprocess, augment).train_chunk([(0, key)], augment)
-    return normalised(chunk.pixels, preprocess)[0]
+    """What a worker makes of one picture, (3, h, w), normalized."""
+    source = ArraySource("one", np.asarray(image)[None], np.zeros(1, np.int64), ("a", "b"))
+    chunk = AugmentedReader(source, size, preprocess, augment).train_chunk([(0, key)], augment)
+    return normalize(chunk.pixels, preprocess)[0]
 
 
 def test_workers_cut_as_pillow_does() -> None:
@@ -131,8 +132,8 @@ def test_resize_crop_keeps_the_evaluations_scale(shape: tuple[int, int]) -> None
     np.testing.assert_allclose(width, 0.875 * 60)
     np.testing.assert_allclose(height, 0.875 * 60)
     assert found[:, 0].std() > 0.01
-    centre = boxes(MANY[:2], ratio[:2], (32, 32), Augment(crop="none"), PLAIN)
-    np.testing.assert_allclose(centre[:, :2], 1 - centre[:, 2:])
+    center = boxes(MANY[:2], ratio[:2], (32, 32), Augment(crop="none"), PLAIN)
+    np.testing.assert_allclose(center[:, :2], 1 - center[:, 2:])
     same = train_image(picture(1, *shape), (32, 32), Augment(crop="none", flip=False), PLAIN, 1)
     assert (same - eval_image(picture(1, *shape), (32, 32), PLAIN)).abs().mean() < 0.03
 
@@ -154,7 +155,7 @@ def ours(name: str, image: Image.Image, level: float, sign: float = 1.0) -> np.n
 
 
 @pytest.mark.parametrize("level", [0.5, 1.0])
-def test_colour_operations_are_pillows(level: float) -> None:
+def test_color_operations_are_pillows(level: float) -> None:
     image = picture(7, 32, 32)
     factor = 1.8 * level + 0.1
     expected = {
@@ -163,7 +164,7 @@ def test_colour_operations_are_pillows(level: float) -> None:
         "invert": ImageOps.invert(image),
         "posterize": ImageOps.posterize(image, int(4 * level)),
         "solarize": ImageOps.solarize(image, int(256 * level)),
-        "colour": ImageEnhance.Color(image).enhance(factor),
+        "color": ImageEnhance.Color(image).enhance(factor),
         "contrast": ImageEnhance.Contrast(image).enhance(factor),
         "brightness": ImageEnhance.Brightness(image).enhance(factor),
         "sharpness": ImageEnhance.Sharpness(image).enhance(factor),
@@ -206,7 +207,7 @@ def test_cutout_and_solarize_add() -> None:
 
 def test_randaugment_of_a_batch_is_that_of_its_images() -> None:
     pixels = torch.stack([torch.from_numpy(np.array(picture(i, 24, 24))).permute(2, 0, 1) for i in range(40)])
-    key, augment = keys(2, 0, np.arange(40)), Augment(layers=2, magnitude=9)
+    key, augment = keys(2, 0, np.arange(40)), Augment(randaugment=(2, 9))
     whole = randaugment(pixels, key, augment)
     for i in range(40):
         assert torch.equal(whole[i], randaugment(pixels[i : i + 1], key[i : i + 1], augment)[0])

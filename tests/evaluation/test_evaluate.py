@@ -14,22 +14,22 @@ from sklearn.metrics import confusion_matrix, precision_recall_fscore_support, t
 
 import vitlab
 from vitlab.cli import main
-from vitlab.config import UserError
-from vitlab.data.sources import Arrays, Part
+from vitlab.data.source import ArraySource, Subset
 from vitlab.data.transforms import eval_image
+from vitlab.errors import UserError
 from vitlab.evaluation.classes import match_classes, read_names
 from vitlab.evaluation.evaluate import Evaluation, evaluate, open_split, score, to_json, write_results
-from vitlab.weights import load, preprocess_of
+from vitlab.weights import load
 
 NAMES = ("ant", "bee", "cat", "dog", "elk", "fox", "gnu")
 
 
 @pytest.fixture(scope="module")
-def pictures() -> Arrays:
+def pictures() -> ArraySource:
     """37 pictures of 7 classes, a number that no batch divides."""
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (37, 8, 8, 3), dtype=np.uint8)
-    return Arrays("picture", pixels, rng.integers(0, 7, 37), NAMES)
+    return ArraySource("picture", pixels, rng.integers(0, 7, 37), NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def own_logits(run: Path, source: Any) -> np.ndarray:
     model = load(run)
     with torch.no_grad():
         images = [
-            eval_image(source.image(i), model.config.image_size, preprocess_of(model)) for i in range(len(source))
+            eval_image(source.image(i), model.config.image_size, model.card.preprocess) for i in range(len(source))
         ]
         return model(torch.stack(images)).double().numpy()
 
@@ -74,24 +74,24 @@ def same_scores(found: Evaluation, logits: np.ndarray, labels: np.ndarray, k: in
 
 
 @pytest.mark.parametrize("batch", [5, 64, None])
-def test_scores_are_scikit_learns_whatever_the_batch(run: Path, pictures: Arrays, batch: int | None) -> None:
+def test_scores_are_scikit_learns_whatever_the_batch(run: Path, pictures: ArraySource, batch: int | None) -> None:
     found = evaluate(load(run), pictures, batch=batch, device="cpu")
     assert len(found.labels) == 37
     same_scores(found, own_logits(run, pictures), pictures.labels, 7)
 
 
-def test_classes_in_another_order_are_matched_by_name(run: Path, pictures: Arrays) -> None:
+def test_classes_in_another_order_are_matched_by_name(run: Path, pictures: ArraySource) -> None:
     order = np.array([3, 0, 6, 1, 5, 2, 4])  # where the set has class i of the model
-    turned = Arrays("picture", pictures.pixels, np.argsort(order)[pictures.labels], tuple(NAMES[i] for i in order))
+    turned = ArraySource("picture", pictures.pixels, np.argsort(order)[pictures.labels], tuple(NAMES[i] for i in order))
     found = evaluate(load(run), turned, device="cpu")
     assert found.names == NAMES
     same_scores(found, own_logits(run, pictures), pictures.labels, 7)
 
 
-def test_a_set_with_fewer_classes_counts_all_its_images(run: Path, pictures: Arrays) -> None:
+def test_a_set_with_fewer_classes_counts_all_its_images(run: Path, pictures: ArraySource) -> None:
     """Guesses of classes that the set lacks are wrong guesses, and every image stays in the count."""
     known = np.flatnonzero(np.isin(pictures.labels, [1, 4]))
-    two = Arrays("picture", pictures.pixels[known], (pictures.labels[known] == 1).astype(np.int64), ("elk", "bee"))
+    two = ArraySource("picture", pictures.pixels[known], (pictures.labels[known] == 1).astype(np.int64), ("elk", "bee"))
     found = evaluate(load(run), two, device="cpu")
     guesses = own_logits(run, pictures)[known].argmax(1)
     assert found.top1.value == pytest.approx((guesses == pictures.labels[known]).mean())
@@ -101,16 +101,16 @@ def test_a_set_with_fewer_classes_counts_all_its_images(run: Path, pictures: Arr
     assert "2 of the model's 7" in found.note
 
 
-def test_a_class_without_images_in_the_split(run: Path, pictures: Arrays) -> None:
-    part = Part(pictures, np.flatnonzero(pictures.labels != 2))
+def test_a_class_without_images_in_the_split(run: Path, pictures: ArraySource) -> None:
+    part = Subset(pictures, np.flatnonzero(pictures.labels != 2))
     found = evaluate(load(run), part, device="cpu")
     same_scores(found, own_logits(run, part), part.labels, 7)
     last = to_json(found)["per_class"][-1]
     assert (last["class"], last["images"], last["recall"], last["recall_low"]) == ("cat", 0, None, None)
 
 
-def test_classes_that_the_model_does_not_know(run: Path, pictures: Arrays) -> None:
-    other = Arrays("picture", pictures.pixels, pictures.labels, ("ant", "bee", "cat", "dog", "elk", "owl", "pig"))
+def test_classes_that_the_model_does_not_know(run: Path, pictures: ArraySource) -> None:
+    other = ArraySource("picture", pictures.pixels, pictures.labels, ("ant", "bee", "cat", "dog", "elk", "owl", "pig"))
     with pytest.raises(UserError, match=r"2 of the set's 7 classes: 'owl', 'pig'"):
         evaluate(load(run), other, device="cpu")
     renamed = evaluate(load(run), other, device="cpu", labels=other.classes)
@@ -140,13 +140,13 @@ def test_names_from_a_file(tmp_path: Path) -> None:
         read_names(tmp_path / "none.txt", 3)
 
 
-def test_a_model_without_a_head(pictures: Arrays) -> None:
+def test_a_model_without_a_head(pictures: ArraySource) -> None:
     bare = vitlab.create("Ti/4", classes=0, image_size=8, depth=1, width=16, mlp=16, heads=2)
     with pytest.raises(UserError, match="no head"):
         evaluate(bare, pictures, device="cpu")
 
 
-def test_intervals_hold_their_values(run: Path, pictures: Arrays) -> None:
+def test_intervals_hold_their_values(run: Path, pictures: ArraySource) -> None:
     found = evaluate(load(run), pictures, device="cpu")
     for rate in (found.top1, found.top5, found.calibration_error):
         assert rate is not None
@@ -174,7 +174,7 @@ def test_real_in_an_evaluation() -> None:
     assert to_json(found)["real"]["skipped"] == 1
 
 
-def test_real_needs_imagenets_classes(run: Path, pictures: Arrays) -> None:
+def test_real_needs_imagenets_classes(run: Path, pictures: ArraySource) -> None:
     with pytest.raises(UserError, match="1000 classes, and this model has 7"):
         evaluate(load(run), pictures, device="cpu", real=[[1]])
 
@@ -182,7 +182,7 @@ def test_real_needs_imagenets_classes(run: Path, pictures: Arrays) -> None:
 # ---- files
 
 
-def test_files_say_what_the_arrays_say(run: Path, pictures: Arrays, tmp_path: Path) -> None:
+def test_files_say_what_the_arrays_say(run: Path, pictures: ArraySource, tmp_path: Path) -> None:
     found = evaluate(load(run), pictures, device="cpu")
     write_results(found, tmp_path / "new" / "scores", {"data": "pictures"})
     folder = tmp_path / "new" / "scores"
@@ -258,9 +258,9 @@ def test_a_split_of_ones_own(
 def test_the_share_that_a_run_held_out(run: Path, tmp_path: Path) -> None:
     """The verb asks the run's recipe, so that it tests on no image that the run was trained on."""
     from vitlab.cli.evaluating import training_of
-    from vitlab.config import Preprocess
-    from vitlab.config import to_json as as_json
+    from vitlab.models.config import Preprocess
     from vitlab.models.variants import configure
+    from vitlab.settings import to_json as as_json
     from vitlab.training.recipe import Recipe
 
     folder = tmp_path / "run"

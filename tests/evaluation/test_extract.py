@@ -16,20 +16,20 @@ from numpy.testing import assert_array_equal
 from PIL import Image
 
 import vitlab
-from vitlab.config import Preprocess, UserError
 from vitlab.data.images import Shrink
-from vitlab.data.sources import Arrays, Part, open_data
+from vitlab.data.source import ArraySource, Subset, open_data
 from vitlab.data.transforms import eval_image
-from vitlab.evaluation.extract import Extracted, extract
+from vitlab.errors import UserError
+from vitlab.evaluation.extract import Features, extract
+from vitlab.models.card import Card
+from vitlab.models.config import Preprocess
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
-from vitlab.weights.reading import Card
-from vitlab.weights.store import attach
 
 BATCH, COUNT = 40, 250  # pieces are of 80 here, and the set divides by neither
 
 
-class Counted(Arrays):
+class Counted(ArraySource):
     """Random pictures that note who was looked at, and that can interrupt."""
 
     def __init__(self, count: int = COUNT, seed: int = 0) -> None:
@@ -61,7 +61,7 @@ def photos(folder: Path) -> None:
             Image.new("RGB", (10, 10), (i, 2 * i, 90)).save(folder / label / f"{i:02}.png")
 
 
-def small(model: Model, source: Arrays | Part, **options: object) -> Extracted:
+def small(model: Model, source: ArraySource | Subset, **options: object) -> Features:
     return extract(model, source, batch=BATCH, device="cpu", workers=0, **options)  # type: ignore[arg-type]
 
 
@@ -98,7 +98,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_the_models_own_preprocessing_is_used() -> None:
     model, source = tiny(), Counted(5)
-    attach(model, Card(preprocess=Preprocess(mean=(0.2, 0.3, 0.4), std=(0.3, 0.2, 0.1), fit="stretch")))
+    model.card = Card(preprocess=Preprocess(mean=(0.2, 0.3, 0.4), std=(0.3, 0.2, 0.1), fit="stretch"))
     stretched = small(model, source).values
     model.eval()
     with torch.no_grad():
@@ -166,17 +166,17 @@ def test_no_piece_of_another_is_used(
     source = Counted()
     small(tiny(), source, keep=tmp_path)
     framed = tiny()
-    attach(framed, Card(preprocess=Preprocess(crop=1.0)))
+    framed.card = Card(preprocess=Preprocess(crop=1.0))
     relabelled = Counted()
     relabelled.labels = (relabelled.labels + 1) % 4
-    cases: list[tuple[Model, Arrays | Part, dict[str, str]]] = [
+    cases: list[tuple[Model, ArraySource | Subset, dict[str, str]]] = [
         (tiny(1), source, {}),
         (tiny(gelu="tanh"), source, {}),
         (framed, source, {}),
         (tiny(), source, {"what": "logits"}),
         (tiny(), Counted(seed=1), {}),
         (tiny(), relabelled, {}),
-        (tiny(), Part(source, np.arange(COUNT)[::-1].copy()), {}),
+        (tiny(), Subset(source, np.arange(COUNT)[::-1].copy()), {}),
     ]
     for number, (model, images, options) in enumerate(cases, 2):
         caplog.clear()
@@ -194,7 +194,7 @@ def test_a_removed_image_costs_only_what_came_after(tmp_path: Path, pieces: Call
     model, source = tiny(), Counted()
     small(model, source, keep=tmp_path)
     source.seen.clear()
-    rest = Part(source, np.delete(np.arange(COUNT), 100))
+    rest = Subset(source, np.delete(np.arange(COUNT), 100))
     found = small(model, rest, keep=tmp_path)
     assert set(range(1, 80)) & set(source.seen) == set()
     np.testing.assert_allclose(found.values, np.delete(small(model, source).values, 100, 0), rtol=1e-5, atol=1e-6)

@@ -21,9 +21,9 @@ from PIL import Image
 from sklearn.linear_model import Ridge as SklearnRidge
 
 import vitlab
-from vitlab.config import UserError
-from vitlab.data.sources import open_data
-from vitlab.evaluation.extract import Extracted, extract
+from vitlab.data.source import open_data
+from vitlab.errors import UserError
+from vitlab.evaluation.extract import Features, extract
 from vitlab.evaluation.fewshot import Ridge, few_shot, fit, support
 
 WIDE, TALL = (20, 50), (300, 50)
@@ -87,7 +87,7 @@ def test_chunks_change_nothing(shape: tuple[int, int]) -> None:
 def test_one_decomposition_serves_every_l2_and_the_test_is_scaled_by_the_support() -> None:
     train, labels = random_set(*TALL)
     test, truth = random_set(90, 50, seed=1)
-    sets = Extracted(train, labels), Extracted(test, truth)
+    sets = Features(train, labels), Features(test, truth)
     together = list(few_shot(*sets, shots=[5, None], l2=PENALTIES, seeds=2))
     apart = [next(few_shot(*sets, shots=[shots], l2=[l2], seeds=2)) for shots in (5, None) for l2 in PENALTIES]
     assert together == apart
@@ -105,18 +105,18 @@ def test_labels_without_meaning_give_chance() -> None:
     train, labels = random_set(1000, 30, classes)
     test, truth = random_set(images, 30, classes, seed=1)
     chance, deviation = 1 / classes, math.sqrt(1 / classes * (1 - 1 / classes) / images)
-    for result in few_shot(Extracted(train, labels), Extracted(test, truth), shots=[5, None], l2=[1, 1024], seeds=2):
+    for result in few_shot(Features(train, labels), Features(test, truth), shots=[5, None], l2=[1, 1024], seeds=2):
         assert all(abs(accuracy - chance) < 5 * deviation for accuracy in result.accuracies)
 
 
 def test_separate_classes_are_learned_and_permuted_labels_are_not() -> None:
     rng = np.random.default_rng(0)
-    centres = rng.standard_normal((5, 20)) * 4
+    centers = rng.standard_normal((5, 20)) * 4
     labels, truth = np.arange(500) % 5, np.arange(1000) % 5
-    train = (centres[labels] + rng.standard_normal((500, 20))).astype(np.float32)
-    test = (centres[truth] + rng.standard_normal((1000, 20))).astype(np.float32)
-    (real,) = few_shot(Extracted(train, labels), Extracted(test, truth), shots=[10])
-    (fake,) = few_shot(Extracted(train, rng.permutation(labels)), Extracted(test, rng.permutation(truth)), shots=[10])
+    train = (centers[labels] + rng.standard_normal((500, 20))).astype(np.float32)
+    test = (centers[truth] + rng.standard_normal((1000, 20))).astype(np.float32)
+    (real,) = few_shot(Features(train, labels), Features(test, truth), shots=[10])
+    (fake,) = few_shot(Features(train, rng.permutation(labels)), Features(test, rng.permutation(truth)), shots=[10])
     assert real.mean > 0.97
     assert abs(fake.mean - 0.2) < 5 * math.sqrt(0.2 * 0.8 / 1000)
     assert real.std == pytest.approx(np.std(real.accuracies, ddof=1))
@@ -158,8 +158,8 @@ def test_every_image_is_drawn_equally_often() -> None:
 def test_classes_that_do_not_match() -> None:
     features, labels = random_set(40, 6)
     names = ("ant", "bee", "cat", "dog")
-    whole = Extracted(features, labels)
-    few = Extracted(features[labels != 1], labels[labels != 1])
+    whole = Features(features, labels)
+    few = Features(features[labels != 1], labels[labels != 1])
     with pytest.raises(UserError, match=r"test images have class 'bee', which no training image has"):
         list(few_shot(few, whole, shots=[1], classes=names))
     with pytest.raises(
@@ -175,14 +175,14 @@ def test_classes_that_do_not_match() -> None:
 def test_labels_need_not_be_dense() -> None:
     features, labels = random_set(60, 6)
     apart = np.array([3, 7, 20, 21])
-    dense, sparse = Extracted(features, labels), Extracted(features, apart[labels])
+    dense, sparse = Features(features, labels), Features(features, apart[labels])
     (a,), (b,) = few_shot(dense, dense, shots=[None]), few_shot(sparse, sparse, shots=[None])
     assert a == b
 
 
 @pytest.mark.parametrize(("l2", "seeds"), [((0.0,), 1), ((-1.0,), 1), ((1.0,), 0)])
 def test_settings_that_cannot_be(l2: tuple[float, ...], seeds: int) -> None:
-    whole = Extracted(*random_set(40, 6))
+    whole = Features(*random_set(40, 6))
     with pytest.raises(UserError, match="must be positive"):
         list(few_shot(whole, whole, shots=[1], l2=l2, seeds=seeds))
 

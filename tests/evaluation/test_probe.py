@@ -1,4 +1,4 @@
-"""Probes: logistic regression against scikit-learn and its own optimality, neighbours against loops."""
+"""Probes: logistic regression against scikit-learn and its own optimality, neighbors against loops."""
 
 import inspect
 import json
@@ -15,22 +15,22 @@ from sklearn.neighbors import KNeighborsClassifier
 
 import vitlab
 from vitlab.cli import representation
-from vitlab.config import UserError
-from vitlab.data.sources import open_data
+from vitlab.data.source import open_data
+from vitlab.errors import UserError
 from vitlab.evaluation import probe as module
-from vitlab.evaluation.extract import Extracted, extract
+from vitlab.evaluation.extract import Features, extract
 from vitlab.evaluation.fewshot import few_shot
-from vitlab.evaluation.neighbours import NEIGHBOURS, TEMPERATURE, nearest, neighbours
+from vitlab.evaluation.neighbors import NEIGHBORS, TEMPERATURE, knn, nearest
 from vitlab.evaluation.probe import linear_probe, logistic, objective, parts
 
 
-def blobs(n: int, seed: int = 0, width: int = 12, classes: int = 5, spread: float = 1.5) -> Extracted:
+def blobs(n: int, seed: int = 0, width: int = 12, classes: int = 5, spread: float = 1.5) -> Features:
     """Classes that overlap, in features of very different scales."""
-    centres = np.random.default_rng(99).standard_normal((classes, width))
+    centers = np.random.default_rng(99).standard_normal((classes, width))
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(n) % classes)
-    x = centres[labels] + spread * rng.standard_normal((n, width))
-    return Extracted((x * np.geomspace(0.01, 100, width) + 5).astype(np.float32), labels)
+    x = centers[labels] + spread * rng.standard_normal((n, width))
+    return Features((x * np.geomspace(0.01, 100, width) + 5).astype(np.float32), labels)
 
 
 def scaled(x: NDArray[np.float32], by: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -121,17 +121,17 @@ def test_a_validation_split_is_used_and_one_l2_needs_none() -> None:
 
 
 def test_what_cannot_be_probed() -> None:
-    lone = Extracted(np.eye(3, dtype=np.float32), np.arange(3))
+    lone = Features(np.eye(3, dtype=np.float32), np.arange(3))
     with pytest.raises(UserError, match="no class has two training images"):
         linear_probe(lone, lone)
     with pytest.raises(UserError, match="l2 must be positive"):
         linear_probe(lone, lone, l2=[0.0])
 
 
-# ---- neighbours
+# ---- neighbors
 
 
-def by_loop(train: Extracted, test: Extracted, k: int, temperature: float) -> list[int]:
+def by_loop(train: Features, test: Features, k: int, temperature: float) -> list[int]:
     guesses = []
     for query in test.values.astype(np.float64):
         votes: dict[int, float] = {}
@@ -142,18 +142,18 @@ def by_loop(train: Extracted, test: Extracted, k: int, temperature: float) -> li
     return guesses
 
 
-def directions(n: int, seed: int) -> Extracted:
+def directions(n: int, seed: int) -> Features:
     """Overlapping classes seen from the origin, so that cosines tell them apart."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, 6, n) * 3  # not dense
     x = np.random.default_rng(5).standard_normal((6, 8))[labels // 3] + rng.standard_normal((n, 8))
-    return Extracted(x.astype(np.float32), labels)
+    return Features(x.astype(np.float32), labels)
 
 
 def test_equals_a_plain_loop_and_scikit_learn() -> None:
     train, test = directions(150, 0), directions(80, 1)
     for temperature in (0.07, 1.0):
-        found = list(neighbours(train, test, k=[1, 7, 150], temperature=temperature))
+        found = list(knn(train, test, k=[1, 7, 150], temperature=temperature))
         assert [r.k for r in found] == [1, 7, 150]
         for r in found:
             assert r.hits == sum(np.array(by_loop(train, test, r.k, temperature)) == test.labels)
@@ -169,7 +169,7 @@ def test_blocks_and_chunks_change_nothing() -> None:
     train, test = directions(150, 0), directions(80, 1)
     likeness, index = nearest(train.values, test.values, 9)
     assert (likeness.diff(dim=1) <= 0).all()
-    for block, chunk in ((4, 100), (150, 7), (149, 80), (20, 3)):  # also blocks with fewer images than neighbours
+    for block, chunk in ((4, 100), (150, 7), (149, 80), (20, 3)):  # also blocks with fewer images than neighbors
         some, places = nearest(train.values, test.values, 9, block=block, chunk=chunk)
         assert_allclose(some, likeness, atol=1e-6)
         assert_array_equal(places, index)
@@ -177,14 +177,14 @@ def test_blocks_and_chunks_change_nothing() -> None:
 
 def test_a_small_temperature_does_not_overflow() -> None:
     train, test = directions(150, 0), directions(80, 1)
-    (sharp,), (one,) = neighbours(train, test, k=[20], temperature=1e-6), neighbours(train, test, k=[1])
+    (sharp,), (one,) = knn(train, test, k=[20], temperature=1e-6), knn(train, test, k=[1])
     assert sharp.hits == one.hits
 
 
 @pytest.mark.parametrize(("k", "temperature"), [([0], 1.0), ([151], 1.0), ([5], 0.0)])
-def test_neighbours_that_cannot_be(k: list[int], temperature: float) -> None:
+def test_neighbors_that_cannot_be(k: list[int], temperature: float) -> None:
     with pytest.raises(UserError, match=r"k must be at least 1 and at most the 150|the temperature must be positive"):
-        list(neighbours(directions(150, 0), directions(9, 1), k=k, temperature=temperature))
+        list(knn(directions(150, 0), directions(9, 1), k=k, temperature=temperature))
 
 
 # ---- the command
@@ -201,7 +201,7 @@ def test_the_command_on_digits(model: Path, tmp_path: Path, command: Command) ->
     train, test = extract(net, data.train), extract(net, data.test)
     linear = linear_probe(train, test, l2=[1e-3, 1e-2])
     assert (said["linear"]["hits"], said["linear"]["images"]) == (linear.hits, 599)
-    assert [r["hits"] for r in said["neighbours"]] == [r.hits for r in neighbours(train, test, k=[5, 20])]
+    assert [r["hits"] for r in said["neighbors"]] == [r.hits for r in knn(train, test, k=[5, 20])]
     assert said["linear"]["converged"] is True
     assert said["linear"]["accuracy"] > 0.7
     assert f"{linear.accuracy:.2%}" in out
@@ -212,7 +212,7 @@ def test_the_commands_defaults_are_the_functions() -> None:
     """They are written twice, so that help need not wait for torch."""
     ours = {name: parameter.default for name, parameter in inspect.signature(representation.probe).parameters.items()}
     assert tuple(map(float, ours["l2"].split(","))) == module.SWEEP
-    assert tuple(map(int, ours["k"].split(","))) == NEIGHBOURS
+    assert tuple(map(int, ours["k"].split(","))) == NEIGHBORS
     assert ours["temperature"] == TEMPERATURE
     few = {name: parameter.default for name, parameter in inspect.signature(representation.fewshot).parameters.items()}
     known = inspect.signature(few_shot).parameters

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.evaluation.real import Real, image_number, read_real, real_accuracy
 
 REAL = Path(__file__).parents[2] / ".." / "shared" / "labels" / "real.json"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy.stats import binom
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support, top_k_accuracy_score
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.evaluation.scores import (
     calibration,
     calibration_interval,

@@ -11,7 +11,8 @@ from scipy.ndimage import zoom
 from torch import Tensor
 
 import vitlab
-from vitlab.config import ModelConfig, ResNetConfig, UserError, ViTConfig
+from vitlab.errors import UserError
+from vitlab.models.config import ModelConfig, ResNetConfig, ViTConfig
 
 Fill = Callable[..., Any]
 GRIDS = [
@@ -27,9 +28,9 @@ def small(grid: tuple[int, int] = (3, 5), **settings: Any) -> ViTConfig:
     return ViTConfig(**(base | {"image_size": (2 * grid[0], 2 * grid[1])} | settings))
 
 
-def resized(config: ViTConfig, new: tuple[int, int], randomise: Fill, mode: str = "bilinear") -> list[dict[str, Any]]:
+def resized(config: ViTConfig, new: tuple[int, int], randomize: Fill, mode: str = "bilinear") -> list[dict[str, Any]]:
     """The weights before and after."""
-    model = randomise(vitlab.build(config)).double()
+    model = randomize(vitlab.build(config)).double()
     before = {name: value.clone().numpy() for name, value in model.state_dict().items()}
     model.resize((2 * new[0], 2 * new[1]), mode=mode)
     assert model.config.grid == new
@@ -45,7 +46,7 @@ def zoomed(grid: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def cubic(grid: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """(h, w, D) by cubic convolution with a = -0.75 on pixel centres, edges repeated."""
+    """(h, w, D) by cubic convolution with a = -0.75 on pixel centers, edges repeated."""
     a = -0.75
 
     def weight(d: float) -> float:
@@ -58,9 +59,9 @@ def cubic(grid: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         old = grid.shape[axis]
         lines = []
         for i in range(length):
-            centre = (i + 0.5) * old / length - 0.5
-            taps = range(math.floor(centre) - 1, math.floor(centre) + 3)
-            lines.append(sum(weight(centre - t) * grid.take(min(max(t, 0), old - 1), axis) for t in taps))
+            center = (i + 0.5) * old / length - 0.5
+            taps = range(math.floor(center) - 1, math.floor(center) + 3)
+            lines.append(sum(weight(center - t) * grid.take(min(max(t, 0), old - 1), axis) for t in taps))
         grid = np.stack(lines, axis)
     return grid
 
@@ -80,8 +81,8 @@ def close(got: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.parametrize(
     ("kind", "place"), [("1d", "stem"), ("1d", "every"), ("1d", "shared"), ("sinusoidal", "shared")]
 )
-def test_resize_table(kind: str, place: str, pool: str, old: Any, new: Any, mode: str, randomise: Fill) -> None:
-    before, after = resized(small(old, positions=kind, placement=place, pool=pool), new, randomise, mode)
+def test_resize_table(kind: str, place: str, pool: str, old: Any, new: Any, mode: str, randomize: Fill) -> None:
+    before, after = resized(small(old, positions=kind, placement=place, pool=pool), new, randomize, mode)
     tables = before["positions.table"], after["positions.table"]
     assert len(tables[0]) == len(tables[1]) == (3 if place == "every" else 1)
     lead = int(pool == "token")
@@ -93,8 +94,8 @@ def test_resize_table(kind: str, place: str, pool: str, old: Any, new: Any, mode
 @modes
 @either
 @pytest.mark.parametrize("place", ["stem", "every", "shared"])
-def test_resize_axes(place: str, old: Any, new: Any, mode: str, randomise: Fill) -> None:
-    before, after = resized(small(old, positions="2d", placement=place), new, randomise, mode)
+def test_resize_axes(place: str, old: Any, new: Any, mode: str, randomize: Fill) -> None:
+    before, after = resized(small(old, positions="2d", placement=place), new, randomize, mode)
     assert np.array_equal(before["positions.token"], after["positions.token"])
     for axis, name in enumerate(["positions.rows", "positions.columns"]):
         assert len(before[name]) == len(after[name]) == (3 if place == "every" else 1)
@@ -105,8 +106,8 @@ def test_resize_axes(place: str, old: Any, new: Any, mode: str, randomise: Fill)
 @modes
 @either
 @pytest.mark.parametrize("pool", ["token", "mean"])
-def test_resize_offsets(pool: str, old: Any, new: Any, mode: str, randomise: Fill) -> None:
-    before, after = resized(small(old, positions="relative", pool=pool), new, randomise, mode)
+def test_resize_offsets(pool: str, old: Any, new: Any, mode: str, randomize: Fill) -> None:
+    before, after = resized(small(old, positions="relative", pool=pool), new, randomize, mode)
     for layer in range(3):
         name = f"blocks.{layer}.attention.relative"
         assert np.array_equal(before[f"{name}.token"], after[f"{name}.token"])
@@ -119,8 +120,8 @@ kinds = pytest.mark.parametrize(("kind", "place"), KINDS)
 
 
 @kinds
-def test_resize_leaves_the_rest(kind: str, place: str, randomise: Fill) -> None:
-    before, after = resized(small(positions=kind, placement=place), (6, 2), randomise)
+def test_resize_leaves_the_rest(kind: str, place: str, randomize: Fill) -> None:
+    before, after = resized(small(positions=kind, placement=place), (6, 2), randomize)
     assert before.keys() == after.keys()
     moved = {name for name in before if not np.array_equal(before[name], after[name])}
     assert all("positions" in name or "relative" in name for name in moved)
@@ -129,8 +130,8 @@ def test_resize_leaves_the_rest(kind: str, place: str, randomise: Fill) -> None:
 
 @modes
 @kinds
-def test_same_size_changes_nothing(kind: str, place: str, mode: str, randomise: Fill) -> None:
-    before, after = resized(small(positions=kind, placement=place), (3, 5), randomise, mode)
+def test_same_size_changes_nothing(kind: str, place: str, mode: str, randomize: Fill) -> None:
+    before, after = resized(small(positions=kind, placement=place), (3, 5), randomize, mode)
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
@@ -146,9 +147,9 @@ def test_a_ramp_survives_there_and_back(through: tuple[int, int]) -> None:
     torch.testing.assert_close(model.positions.table[0, 1:].detach(), ramp, rtol=1e-12, atol=1e-12)
 
 
-def test_resized_offsets_keep_their_centre(randomise: Fill) -> None:
+def test_resized_offsets_keep_their_center(randomize: Fill) -> None:
     """No offset stays no offset, in the corners the farthest stay the farthest."""
-    before, after = resized(small(positions="relative"), (6, 4), randomise)
+    before, after = resized(small(positions="relative"), (6, 4), randomize)
     was, now = (w["blocks.0.attention.relative.offsets"] for w in (before, after))
     close(now[5, 3], was[2, 4])
     close(now[[0, 0, -1, -1], [0, -1, 0, -1]], was[[0, 0, -1, -1], [0, -1, 0, -1]])
@@ -209,8 +210,8 @@ def relative_logits(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("pool", ["token", "mean"])
 @pytest.mark.parametrize("grid", [(3, 4), (4, 2), (1, 5), (5, 1)])
-def test_relative_sees_only_the_difference(grid: tuple[int, int], pool: str, randomise: Fill) -> None:
-    model = randomise(vitlab.build(small(grid, positions="relative", pool=pool))).double()
+def test_relative_sees_only_the_difference(grid: tuple[int, int], pool: str, randomize: Fill) -> None:
+    model = randomize(vitlab.build(small(grid, positions="relative", pool=pool))).double()
     lead = int(pool == "token")
     logits = relative_logits(model)[:, lead:, lead:]
     seen: dict[tuple[int, int], list[Tensor]] = {}
@@ -225,9 +226,9 @@ def test_relative_sees_only_the_difference(grid: tuple[int, int], pool: str, ran
     assert firsts.diff().min() > 1e-9  # and every difference has a value of its own
 
 
-def test_relative_class_token(randomise: Fill) -> None:
+def test_relative_class_token(randomize: Fill) -> None:
     """It sees every patch alike, and every patch sees it alike."""
-    model = randomise(vitlab.build(small(positions="relative"))).double()
+    model = randomize(vitlab.build(small(positions="relative"))).double()
     logits = relative_logits(model)
     assert logits[:, 0, 1:].diff(dim=-1).abs().max() < 1e-12
     assert logits[:, 1:, 0].diff(dim=-1).abs().max() < 1e-12
@@ -235,9 +236,9 @@ def test_relative_class_token(randomise: Fill) -> None:
 
 
 @kinds
-def test_only_positions_know_the_order(kind: str, place: str, randomise: Fill) -> None:
+def test_only_positions_know_the_order(kind: str, place: str, randomize: Fill) -> None:
     """Patches in another order: the features change if and only if there are positions."""
-    model = randomise(vitlab.build(small((1, 6), positions=kind, placement=place, classes=0))).double().eval()
+    model = randomize(vitlab.build(small((1, 6), positions=kind, placement=place, classes=0))).double().eval()
     images = torch.randn(2, 3, 2, 12, dtype=torch.float64)
     order = [3, 0, 5, 1, 4, 2]
     shuffled = torch.cat([images[..., 2 * i : 2 * i + 2] for i in order], -1)

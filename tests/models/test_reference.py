@@ -10,7 +10,7 @@ import torch
 from scipy.special import erf
 
 import vitlab
-from vitlab.config import ResNetConfig, StemConfig, ViTConfig
+from vitlab.models.config import ResNetConfig, StemConfig, ViTConfig
 
 Array = np.ndarray
 Weights = dict[str, Array]
@@ -172,7 +172,7 @@ def same(x: Array, size: int, stride: int, value: float = 0.0) -> Array:
 
 
 def convolve(x: Array, kernel: Array, stride: int, c: StemConfig | ResNetConfig) -> Array:
-    """A standardised convolution: SAME padding in a stem, as much on both sides in BiT."""
+    """A standardized convolution: SAME padding in a stem, as much on both sides in BiT."""
     size = kernel.shape[2]
     flat = []
     for one in kernel.reshape(len(kernel), -1):
@@ -302,9 +302,9 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_equations(name: str, randomise: Callable[..., Any]) -> None:
+def test_equations(name: str, randomize: Callable[..., Any]) -> None:
     config = CONFIGS[name]
-    model = randomise(vitlab.build(config)).double().eval()
+    model = randomize(vitlab.build(config)).double().eval()
     weights = {key: value.numpy() for key, value in model.state_dict().items()}
     images = torch.randn(2, 3, *config.image_size, dtype=torch.float64)
     with torch.no_grad():
@@ -317,9 +317,9 @@ def test_equations(name: str, randomise: Callable[..., Any]) -> None:
         assert np.abs(got.numpy() - expected).max() / np.abs(expected).max() < 1e-10
 
 
-def test_named_hybrid(randomise: Callable[..., Any]) -> None:
+def test_named_hybrid(randomize: Callable[..., Any]) -> None:
     """A stem of the paper as `create` makes it: R's root under 8x8 patches."""
-    model = randomise(vitlab.create("R+Ti/16", depth=1, image_size=(32, 64), classes=3)).double().eval()
+    model = randomize(vitlab.create("R+Ti/16", depth=1, image_size=(32, 64), classes=3)).double().eval()
     image = torch.randn(1, 3, 32, 64, dtype=torch.float64)
     weights = {key: value.numpy() for key, value in model.state_dict().items()}
     logits = vit(image[0].numpy(), weights, model.config)[2]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import vitlab
-from vitlab.config import ModelConfig, ResNetConfig, StemConfig, UserError, ViTConfig
+from vitlab.errors import UserError
+from vitlab.models.config import ModelConfig, ResNetConfig, StemConfig, ViTConfig
 from vitlab.models.vit import DropPath
 
 SMALL, OTHER = (32, 48), (48, 32)
@@ -46,8 +47,8 @@ def images_for(model: Any, batch: int = 2) -> Tensor:
 
 
 @each
-def test_forward_and_backward_at_two_sizes(name: str, randomise: Fill) -> None:
-    model = randomise(vitlab.build(CONFIGS[name]))
+def test_forward_and_backward_at_two_sizes(name: str, randomize: Fill) -> None:
+    model = randomize(vitlab.build(CONFIGS[name]))
     for size in (SMALL, OTHER, (64, 64)):
         images = images_for(model.resize(size)).requires_grad_()
         model.zero_grad()
@@ -61,8 +62,8 @@ def test_forward_and_backward_at_two_sizes(name: str, randomise: Fill) -> None:
 
 
 @each
-def test_shapes_and_the_way_to_the_logits(name: str, randomise: Fill) -> None:
-    model = randomise(vitlab.build(CONFIGS[name])).eval()
+def test_shapes_and_the_way_to_the_logits(name: str, randomize: Fill) -> None:
+    model = randomize(vitlab.build(CONFIGS[name])).eval()
     images = images_for(model, 3)
     tokens, features = model.tokens(images), model.features(images)
     channels = model.config.width if isinstance(model.config, ViTConfig) else model.config.channels
@@ -72,8 +73,8 @@ def test_shapes_and_the_way_to_the_logits(name: str, randomise: Fill) -> None:
 
 
 @each
-def test_each_image_by_itself(name: str, randomise: Fill) -> None:
-    model = randomise(vitlab.build(CONFIGS[name])).double().eval()
+def test_each_image_by_itself(name: str, randomize: Fill) -> None:
+    model = randomize(vitlab.build(CONFIGS[name])).double().eval()
     images = images_for(model, 3).double()
     alone = torch.cat([model(image[None]) for image in images])
     torch.testing.assert_close(model(images), alone, rtol=1e-10, atol=1e-10)
@@ -87,18 +88,18 @@ def test_no_images(name: str) -> None:
 
 
 @each
-def test_no_head(name: str, randomise: Fill) -> None:
-    model = randomise(vitlab.build(dataclasses.replace(CONFIGS[name], classes=0))).eval()
+def test_no_head(name: str, randomize: Fill) -> None:
+    model = randomize(vitlab.build(dataclasses.replace(CONFIGS[name], classes=0))).eval()
     images = images_for(model)
     assert model.head is None
     torch.testing.assert_close(model(images), model.features(images), rtol=0, atol=0)
 
 
 @each
-def test_compile(name: str, randomise: Fill) -> None:
+def test_compile(name: str, randomize: Fill) -> None:
     """One graph, the same numbers, the same gradients."""
     torch._dynamo.reset()
-    model = randomise(vitlab.build(CONFIGS[name]))
+    model = randomize(vitlab.build(CONFIGS[name]))
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
     images = images_for(model)
     for run in (model, compiled):
@@ -108,10 +109,10 @@ def test_compile(name: str, randomise: Fill) -> None:
         assert (theirs.grad - ours.grad).norm() <= 1e-3 * ours.grad.norm() + 1e-4
 
 
-def test_compile_with_dropout(randomise: Fill) -> None:
+def test_compile_with_dropout(randomize: Fill) -> None:
     """Chance and all in one graph, forwards and backwards."""
     torch._dynamo.reset()
-    model = randomise(vitlab.build(small(dropout=0.2, drop_path=0.2)))
+    model = randomize(vitlab.build(small(dropout=0.2, drop_path=0.2)))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     images = images_for(model)
     first, again = compiled(images), compiled(images)
@@ -120,9 +121,9 @@ def test_compile_with_dropout(randomise: Fill) -> None:
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_compile_then_resize(randomise: Fill) -> None:
+def test_compile_then_resize(randomize: Fill) -> None:
     torch._dynamo.reset()
-    model = randomise(vitlab.build(small(positions="relative", depth=1))).eval()
+    model = randomize(vitlab.build(small(positions="relative", depth=1))).eval()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(images_for(model))
     model.resize(OTHER)
@@ -134,9 +135,9 @@ def test_compile_then_resize(randomise: Fill) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and there is no g++")
-def test_inductor(randomise: Fill) -> None:
+def test_inductor(randomize: Fill) -> None:
     torch._dynamo.reset()
-    model = randomise(vitlab.build(small(depth=1))).eval()
+    model = randomize(vitlab.build(small(depth=1))).eval()
     images = images_for(model)
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True)
@@ -144,9 +145,9 @@ def test_inductor(randomise: Fill) -> None:
 
 
 @each
-def test_export(name: str, randomise: Fill) -> None:
+def test_export(name: str, randomize: Fill) -> None:
     """With any number of images."""
-    model = randomise(vitlab.build(CONFIGS[name])).eval()
+    model = randomize(vitlab.build(CONFIGS[name])).eval()
     program = torch.export.export(
         model, (images_for(model),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}}
     )
@@ -157,13 +158,13 @@ def test_export(name: str, randomise: Fill) -> None:
 
 
 @each
-def test_deepcopy(name: str, randomise: Fill) -> None:
-    model = randomise(vitlab.build(CONFIGS[name])).resize(OTHER).eval()
+def test_deepcopy(name: str, randomize: Fill) -> None:
+    model = randomize(vitlab.build(CONFIGS[name])).resize(OTHER).eval()
     twin = copy.deepcopy(model)
     images = images_for(model)
     before = model(images)
     torch.testing.assert_close(twin(images), before, rtol=0, atol=0)
-    randomise(twin, seed=1)
+    randomize(twin, seed=1)
     twin.resize(SMALL)
     torch.testing.assert_close(model(images), before, rtol=0, atol=0)  # nothing is shared
     assert model.config.image_size == OTHER
@@ -171,8 +172,8 @@ def test_deepcopy(name: str, randomise: Fill) -> None:
 
 @each
 @pytest.mark.parametrize("resized", [False, True])
-def test_state_dict_round_trip(name: str, resized: bool, randomise: Fill) -> None:
-    model = randomise(vitlab.build(CONFIGS[name])).eval()
+def test_state_dict_round_trip(name: str, resized: bool, randomize: Fill) -> None:
+    model = randomize(vitlab.build(CONFIGS[name])).eval()
     if resized:
         model.resize(OTHER)
     state = {key: value.clone() for key, value in model.state_dict().items()}
@@ -183,8 +184,8 @@ def test_state_dict_round_trip(name: str, resized: bool, randomise: Fill) -> Non
 
 
 @each
-def test_autocast(name: str, randomise: Fill) -> None:
-    model = randomise(vitlab.build(CONFIGS[name]))
+def test_autocast(name: str, randomize: Fill) -> None:
+    model = randomize(vitlab.build(CONFIGS[name]))
     images = images_for(model)
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(images)
@@ -196,8 +197,8 @@ def test_autocast(name: str, randomise: Fill) -> None:
 
 
 @each
-def test_half_precision_weights(name: str, randomise: Fill) -> None:
-    model = randomise(vitlab.build(CONFIGS[name])).eval()
+def test_half_precision_weights(name: str, randomize: Fill) -> None:
+    model = randomize(vitlab.build(CONFIGS[name])).eval()
     images = images_for(model)
     expected = model(images)
     logits = model.bfloat16()(images.bfloat16())
@@ -208,11 +209,11 @@ def test_half_precision_weights(name: str, randomise: Fill) -> None:
 # ---- dropout and stochastic depth
 
 
-def test_randomness_is_for_training(randomise: Fill) -> None:
+def test_randomness_is_for_training(randomize: Fill) -> None:
     for name in ("plain", "attention pool", "axial"):
         config = CONFIGS[name]
-        quiet = randomise(vitlab.build(config)).eval()
-        noisy = randomise(vitlab.build(dataclasses.replace(config, dropout=0.4, drop_path=0.4)))
+        quiet = randomize(vitlab.build(config)).eval()
+        noisy = randomize(vitlab.build(dataclasses.replace(config, dropout=0.4, drop_path=0.4)))
         images = images_for(quiet)
         torch.testing.assert_close(noisy.eval()(images), quiet(images), rtol=0, atol=0)
         noisy.train()
@@ -236,9 +237,9 @@ def test_dropout_places() -> None:
 
 
 @pytest.mark.parametrize("place", ["dropout", "blocks.1.attention.dropout", "blocks.0.mlp.dropout"])
-def test_dropout_rate(place: str, randomise: Fill) -> None:
+def test_dropout_rate(place: str, randomize: Fill) -> None:
     rate, zeros, means = 0.3, [], []
-    model = randomise(vitlab.build(small(dropout=rate)))
+    model = randomize(vitlab.build(small(dropout=rate)))
 
     def watch(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
         live = inputs[0] != 0
@@ -267,9 +268,9 @@ def test_drop_path_leaves_out_whole_images(shape: tuple[int, ...]) -> None:
     assert torch.equal(layer.eval()(x), x)
 
 
-def test_drop_path_grows_with_depth(randomise: Fill) -> None:
+def test_drop_path_grows_with_depth(randomize: Fill) -> None:
     """Linearly, from nothing at the first layer to the whole rate at the last; both branches."""
-    model = randomise(vitlab.build(small(depth=4, drop_path=0.6)))
+    model = randomize(vitlab.build(small(depth=4, drop_path=0.6)))
     passed: dict[int, list[Tensor]] = {layer: [] for layer in range(4)}
     for layer, part in enumerate(model.blocks):
         part.drop_path.register_forward_hook(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vitlab
-from vitlab.config import StemConfig
+from vitlab.models.config import StemConfig
 from vitlab.models.variants import LISTED, SIZES, STAGES, Model, configure, name_of
 
 # At 224 px with 1000 classes. ViT and hybrids: the published counts. ResNets: see `resnet_parameters`.
@@ -107,7 +107,7 @@ def test_hybrid_grid(name: str, grid: tuple[int, int]) -> None:
 
 def test_stem_of_r50_with_patch_16_moves_stage_four_into_three() -> None:
     config = make("R50+L/16").config
-    assert isinstance(config, vitlab.config.ViTConfig)
+    assert isinstance(config, vitlab.models.config.ViTConfig)
     assert config.stem is not None
     assert config.stem.stages == (3, 4, 9)
 

@@ -38,7 +38,7 @@ def save(folder: Path, name: str = "Ti/8", **settings: Any) -> Path:
 
 
 def photo(seed: int = 0, width: int = 60, height: int = 44) -> Image.Image:
-    """Smooth random colours."""
+    """Smooth random colors."""
     coarse = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 

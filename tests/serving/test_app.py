@@ -18,13 +18,12 @@ from servers import NAMES, encoded, photo, save
 from starlette.testclient import TestClient
 
 import vitlab
-from vitlab.config import UserError
 from vitlab.data.transforms import eval_image
+from vitlab.errors import UserError
 from vitlab.predict import Classifier
 from vitlab.serving.app import create_app
 from vitlab.serving.limits import Limits
 from vitlab.serving.service import Service, Settings
-from vitlab.weights import preprocess_of
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def expected(run: Path, image: Image.Image) -> np.ndarray:
     """Probabilities without any of the serving."""
     model = vitlab.load(run)
     with torch.no_grad():
-        logits = model(eval_image(image, model.config.image_size, preprocess_of(model))[None])[0].double().numpy()
+        logits = model(eval_image(image, model.config.image_size, model.card.preprocess)[None])[0].double().numpy()
     shares = np.exp(logits - logits.max())
     return shares / shares.sum()
 
@@ -117,14 +116,14 @@ def test_explain_lies_over_the_picture_the_model_saw(http: TestClient, run: Path
     assert maps.shape == (3, 3, 4, 4)
     assert maps.sum((2, 3)) == pytest.approx(np.ones((3, 3)), abs=1e-4)
     model = vitlab.load(run)
-    rows = vitlab.attention(model, eval_image(image, (32, 32), preprocess_of(model))[None])
+    rows = vitlab.attention(model, eval_image(image, (32, 32), model.card.preprocess)[None])
     first = rows[1][0, 2, 0, 1:].double().numpy()  # layer 2, head 3: the class token's row without itself
     assert maps[1, 2].ravel() == pytest.approx(first / first.sum(), abs=1e-5)
     assert np.array(told["rollout"]).sum() == pytest.approx(1, abs=1e-4)
     for name, shape in {"tokens": (4, 4, 3), "positions": (4, 4, 3), "depths": (3, 4, 4, 3)}.items():
-        colours = np.array(told["steps"][name])
-        assert colours.shape == shape
-        assert (colours.min(), colours.max()) == (0, 255)
+        colors = np.array(told["steps"][name])
+        assert colors.shape == shape
+        assert (colors.min(), colors.max()) == (0, 255)
 
 
 @pytest.mark.parametrize(

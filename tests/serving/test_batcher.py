@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.serving.batcher import Batcher, Closed, Full
 
 

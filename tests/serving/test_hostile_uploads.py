@@ -74,7 +74,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 def bomb(side: int, channels: int = 0) -> bytes:
     """A whole PNG of side x side black pixels: a third of a megabyte that unpacks to gigabytes.
 
-    Without channels a pixel is one bit, with four it has colour and transparency.
+    Without channels a pixel is one bit, with four it has color and transparency.
     """
     packer, row = zlib.compressobj(1), bytes(1 + (side * channels if channels else (side + 7) // 8))
     data = b"".join(packer.compress(row * 1000) for _ in range(side // 1000)) + packer.flush()

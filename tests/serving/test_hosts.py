@@ -2,7 +2,7 @@
 
 import pytest
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.serving.hosts import Hosts
 
 OURS = ["localhost", "LOCALHOST:8000", "localhost.", "127.0.0.1", "127.0.0.1:80", "127.9.9.9", "[::1]", "[::1]:8000"]

@@ -1,4 +1,4 @@
-"""VTAB: labels by hand, lists, and the real study on two small tasks made of coloured shapes."""
+"""VTAB: labels by hand, lists, and the real study on two small tasks made of colored shapes."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import vitlab
 from vitlab.cli import main
-from vitlab.config import Stopped, UserError
+from vitlab.errors import Stopped, UserError
 from vitlab.studies import vtab_labels as labels
 from vitlab.studies.vtab import Result, Study, means, run_vtab
 from vitlab.studies.vtab_tasks import GROUPS, TASKS, choose, open_task, read_list, write_lists
@@ -26,7 +26,7 @@ from vitlab.studies.vtab_tasks import GROUPS, TASKS, choose, open_task, read_lis
 QUIET = Console(quiet=True)
 SMALL = ("image_size=16", "batch=8", "device=cpu", "log_every=1", "checkpoint_every=2", "workers=0")
 TWO = choose("patch_camelyon,kitti")  # 2 and 4 classes
-COLOURS = ("red", "blue", "green", "yellow")
+COLORS = ("red", "blue", "green", "yellow")
 
 
 # ---- labels
@@ -107,7 +107,7 @@ def test_the_nineteen_tasks() -> None:
 def test_tasks_are_chosen_by_name_and_group() -> None:
     assert choose("all") == TASKS
     assert [task.name for task in choose("kitti, dtd")] == ["dtd", "kitti"]
-    assert len(choose("specialised,svhn,eurosat")) == 5
+    assert len(choose("specialized,svhn,eurosat")) == 5
     with pytest.raises(UserError, match="did you mean 'kitti'"):
         choose("kiti")
 
@@ -160,24 +160,24 @@ def test_bad_lists_are_a_sentence(tmp_path: Path, text: str, said: str) -> None:
 # ---- the study
 
 
-def shape(colour: str, seed: int) -> Image.Image:
+def shape(color: str, seed: int) -> Image.Image:
     rng = np.random.default_rng(seed)
     image = Image.new("RGB", (24, 16), "white")
     x, y, r = (int(v) for v in rng.integers((8, 6, 3), (16, 10, 6)))
     draw = ImageDraw.Draw(image)
-    (draw.ellipse if seed % 2 else draw.rectangle)((x - r, y - r, x + r, y + r), fill=colour)
+    (draw.ellipse if seed % 2 else draw.rectangle)((x - r, y - r, x + r, y + r), fill=color)
     return image
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tasks, the class of an image being its shape's colour; 30 images to train on and 13 to test."""
+    """Two tasks, the class of an image being its shape's color; 30 images to train on and 13 to test."""
     place = tmp_path_factory.mktemp("vtab-1k")
     for task in TWO:
         lines = []
         (place / task.name / "images").mkdir(parents=True)
         for i in range(43):
-            shape(COLOURS[i % task.classes], i).save(place / task.name / "images" / f"{i}.png")
+            shape(COLORS[i % task.classes], i).save(place / task.name / "images" / f"{i}.png")
             lines.append(f"images/{i}.png {i % task.classes}\n")
         cuts = {"train800": lines[:20], "val200": lines[20:30], "train800val200": lines[:30], "test": lines[30:]}
         for name, some in cuts.items():
@@ -222,7 +222,7 @@ def test_the_accuracy_is_that_of_the_model_it_leaves(weights: str, root: Path, t
 def test_the_recipe_is_the_papers(weights: str, root: Path, tmp_path: Path) -> None:
     study(weights, root, tmp_path / "out", steps=5)
     recipe = json.loads((tmp_path / "out" / "kitti" / "recipe.json").read_text())["recipe"]
-    assert (recipe["optimiser"], recipe["momentum"], recipe["lr"], recipe["decay"]) == ("sgd", 0.9, 0.01, "cosine")
+    assert (recipe["optimizer"], recipe["momentum"], recipe["lr"], recipe["decay"]) == ("sgd", 0.9, 0.01, "cosine")
     assert (recipe["weight_decay"], recipe["clip"], recipe["warmup"]) == (0.0, 1.0, 1)
     assert (recipe["augment"]["crop"], recipe["augment"]["flip"]) == ("none", True)  # a crop may lose the vehicle
     assert recipe["preprocess"]["fit"] == "stretch"
@@ -370,7 +370,7 @@ def test_a_broken_task_does_not_stop_the_others(
     bad.unlink()
     assert verb(monkeypatch, "vtab", weights, *SMALL, *words) == 1
     assert "1 of the 13 images" in capsys.readouterr().out
-    shape(COLOURS[35 % 2], 35).save(bad)
+    shape(COLORS[35 % 2], 35).save(bad)
     assert verb(monkeypatch, "vtab", weights, *SMALL, *words) == 0
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 from rich.console import Console
 
 from vitlab.training.loop import Run
-from vitlab.training.parallel import joined
+from vitlab.training.parallel import process_group
 from vitlab.training.recipe import override
-from vitlab.training.start import make_plan, stored_recipe
+from vitlab.training.setup import prepare_run, stored_recipe
 
 folder, target, *settings = sys.argv[1:]
 recipe = stored_recipe(Path(folder))
 assert recipe is not None
-with joined("cpu") as cluster:
-    run = Run(make_plan(override(recipe, settings), Path(folder), cluster, resume=True), cluster, Console(quiet=True))
+with process_group("cpu") as cluster:
+    run = Run(prepare_run(override(recipe, settings), Path(folder), cluster, resume=True), cluster, Console(quiet=True))
     found = run.measure()
     if cluster.first:
         Path(target).write_text(json.dumps({"step": run.done, "world": cluster.world, **found}))

@@ -5,10 +5,10 @@ import os
 import sys
 from pathlib import Path
 
-from vitlab.config import Preprocess
 from vitlab.data.loader import TrainLoader
-from vitlab.data.sources import open_data
+from vitlab.data.source import open_data
 from vitlab.data.transforms import Augment
+from vitlab.models.config import Preprocess
 
 if __name__ == "__main__":
     spec, target, batch, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])

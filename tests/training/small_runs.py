@@ -10,7 +10,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from vitlab.data.transforms import Augment
-from vitlab.training.loop import Outcome, train
+from vitlab.training.loop import TrainResult, train
 from vitlab.training.recipe import Recipe
 
 # Everything that draws or averages is on: dropout, stochastic depth, crops, Mixup, Polyak.
@@ -40,7 +40,7 @@ SMALL = Recipe(
 )
 
 
-def go(out: Path, *, resume: bool = False, recipe: Recipe = SMALL, **changes: Any) -> Outcome:
+def go(out: Path, *, resume: bool = False, recipe: Recipe = SMALL, **changes: Any) -> TrainResult:
     recipe = dataclasses.replace(recipe, **changes)
     return train(recipe, out, resume=resume, console=Console(quiet=True))
 
@@ -52,9 +52,9 @@ def records(out: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_run(a: Path, b: Path) -> None:
-    """Bit for bit: weights, optimiser, average, logged losses, and the model that is left."""
+    """Bit for bit: weights, optimizer, average, logged losses, and the model that is left."""
     state = assert_same_tensors(a, b, "checkpoints/last/state.safetensors")
-    assert {key.partition("/")[0] for key in state} == {"model", "optimiser", "ema"}
+    assert {key.partition("/")[0] for key in state} == {"model", "optimizer", "ema"}
     assert_same_tensors(a, b, "model.safetensors")
     assert records(a) == records(b)
 

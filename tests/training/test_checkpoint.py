@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.training import checkpoint
-from vitlab.training.checkpoint import Facts, find, load, restore, save, sibling, state_of
-from vitlab.training.optim import Average, make_optimiser, set_rate
+from vitlab.training.checkpoint import CheckpointMeta, find, load, restore, save, sibling, state_of
+from vitlab.training.optim import Average, make_optimizer, set_rate
 from vitlab.training.sharded import Unpickler, read_metadata
 
 
-def facts(step: int) -> Facts:
-    return Facts(step=step, log_bytes=10 * step, micro=4, best=0.5)
+def facts(step: int) -> CheckpointMeta:
+    return CheckpointMeta(step=step, log_bytes=10 * step, micro=4, best=0.5)
 
 
 def state(value: float) -> dict[str, Tensor]:
@@ -121,16 +121,16 @@ def test_state_goes_there_and_back(tmp_path: Path, kind: str) -> None:
         module = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 2))
         for p in module.parameters():
             nn.init.normal_(p)
-        optimiser = make_optimiser(module, kind, weight_decay=0.1, betas=(0.9, 0.99), momentum=0.9)
-        return module, optimiser, Average(module, 0.9)
+        optimizer = make_optimizer(module, kind, weight_decay=0.1, betas=(0.9, 0.99), momentum=0.9)
+        return module, optimizer, Average(module, 0.9)
 
-    def walk(module: nn.Module, optimiser: torch.optim.Optimizer, average: Average, steps: range) -> None:
+    def walk(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average, steps: range) -> None:
         for step in steps:
             torch.manual_seed(step)
             module(torch.randn(8, 5)).pow(2).mean().backward()
-            set_rate(optimiser, 0.01 * (step + 1))
-            optimiser.step()
-            optimiser.zero_grad()
+            set_rate(optimizer, 0.01 * (step + 1))
+            optimizer.step()
+            optimizer.zero_grad()
             average.update(step)
 
     first, second = make(), make()
@@ -141,7 +141,7 @@ def test_state_goes_there_and_back(tmp_path: Path, kind: str) -> None:
         walk(*run, range(3, 6))
     ours, theirs = state_of(*first), state_of(*second)
     assert ours.keys() == theirs.keys()
-    assert any(key.startswith("optimiser/") for key in ours)
+    assert any(key.startswith("optimizer/") for key in ours)
     assert any(key.startswith("ema/") for key in ours)
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 

@@ -15,9 +15,9 @@ from small_runs import go, records
 from test_received import photos
 from test_resume import killed_at
 
-from vitlab.config import UserError
-from vitlab.data.folder import Files
-from vitlab.data.sources import Data, open_data
+from vitlab.data.folder import FileSource
+from vitlab.data.source import Data, open_data
+from vitlab.errors import UserError
 from vitlab.training import manifest
 
 Command = Callable[..., tuple[int, str, str]]
@@ -167,7 +167,7 @@ def test_many_images_stay_practical(tmp_path: Path) -> None:
     for i in range(1000):
         (tmp_path / "a" / f"{i:06}.jpg").write_bytes(b"x" * (i % 97))
     names = [f"a/{i % 1000:06}.jpg" for i in range(100_000)]
-    source = Files(tmp_path, names, [i % 2 for i in range(100_000)], ("a", "b"))
+    source = FileSource(tmp_path, names, [i % 2 for i in range(100_000)], ("a", "b"))
     began = time.monotonic()
     text = manifest.listing(Data("many", source, source), hashed=False)
     manifest.write(tmp_path, text)

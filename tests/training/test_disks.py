@@ -11,9 +11,9 @@ import pytest
 from small_runs import assert_same_run, go
 from test_resume import killed_at
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.report import write_report
-from vitlab.training.progress import Log
+from vitlab.training.recorder import Log
 
 
 def mount(*words: str) -> bool:

@@ -60,9 +60,9 @@ def restored() -> Iterator[None]:
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("compiled", ["no", "yes"])
 def test_killed_and_continued_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: str, graph: bool, precision: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: str, cuda_graph: bool, precision: str
 ) -> None:
-    settings = {**SETTINGS, "compile": compiled, "graph": graph, "precision": precision}
+    settings = {**SETTINGS, "compile": compiled, "graph": cuda_graph, "precision": precision}
     go(tmp_path / "plain", **settings)
     for i, step in enumerate((3, 11, 17)):  # before the first checkpoint, between two, while a recording is replayed
         with killed_inside(step, monkeypatch):

@@ -11,13 +11,13 @@ import pytest
 from small_runs import assert_same_run, go, records
 from test_resume import killed_at
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.report import write_report
 from vitlab.report.history import read_history
 from vitlab.training import checkpoint
 from vitlab.training.checkpoint import find
 from vitlab.training.loop import train
-from vitlab.training.start import continued_recipe, stored_recipe
+from vitlab.training.setup import continued_recipe, stored_recipe
 
 NONSENSE = {
     **{text: text for text in ("null", "[]", "{}", "1", '"x"', "NaN", "1e999", "", "{", "true", '{"recipe": null}')},
@@ -147,7 +147,7 @@ def test_a_state_that_cannot_be_is_passed_over(run: Path, key: str, text: str, s
     changed(run / "checkpoints" / "last" / "state.json", (key,), text, sealed=sealed)
     recipe = stored_recipe(run)
     assert recipe is not None
-    from vitlab.training.start import check_facts
+    from vitlab.training.setup import check_facts
 
     found = find(run / "checkpoints" / "last", lambda facts: check_facts(facts, recipe))
     assert found is not None
@@ -165,9 +165,9 @@ def test_tensors_of_another_model_are_a_sentence(run: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     last = run / "checkpoints" / "last"
-    facts = checkpoint.read_facts(last)
+    facts = checkpoint.read_meta(last)
     state = load_file(last / "state.safetensors")
-    key = next(key for key in state if key.startswith("optimiser/") and key.endswith("exp_avg"))
+    key = next(key for key in state if key.startswith("optimizer/") and key.endswith("exp_avg"))
     other = state[key].clone()
     for change in ({key: None}, {key: other[:1]}, {"model/other": other}, {"x": other}, {key: other.int()}):
         new = {name: tensor for name, tensor in (state | change).items() if tensor is not None}

@@ -13,7 +13,7 @@ from small_runs import go
 from test_parallel import command
 from test_resume import VITLAB
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.training import lock
 
 HOLD = """

@@ -10,20 +10,20 @@ from rich.console import Console
 from small_runs import SMALL, go, records
 from torch import Tensor
 
-from vitlab.config import UserError
 from vitlab.data.loader import TrainLoader
+from vitlab.errors import UserError
 from vitlab.training.loop import Run
 from vitlab.training.optim import learning_rate
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe
-from vitlab.training.start import divisors, fit_micro, make_plan
+from vitlab.training.setup import divisors, fit_micro, prepare_run
 from vitlab.weights import load
 
 CPU = Cluster(torch.device("cpu"))
 
 
 def make_run(out: Path, recipe: Recipe) -> Run:
-    return Run(make_plan(recipe, out, CPU, resume=False), CPU, Console(quiet=True))
+    return Run(prepare_run(recipe, out, CPU, resume=False), CPU, Console(quiet=True))
 
 
 def gradient(out: Path, recipe: Recipe) -> tuple[float, dict[str, Tensor]]:
@@ -53,7 +53,7 @@ def test_the_first_loss_by_hand(tmp_path: Path) -> None:
     assert records(tmp_path)[0]["loss"] == pytest.approx(torch.tensor(10.0).log().item(), rel=1e-6)
 
 
-def test_a_step_is_the_optimisers(tmp_path: Path) -> None:
+def test_a_step_is_the_optimizers(tmp_path: Path) -> None:
     """Four steps of the loop against the same four written out."""
     recipe = dataclasses.replace(SMALL, dropout=0.0, drop_path=0.0, micro=32, steps=4, warmup=1, clip=0.5)
     run = make_run(tmp_path / "a", recipe)

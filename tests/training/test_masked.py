@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 import vitlab
-from vitlab.config import Preprocess, UserError
 from vitlab.data.loader import Batch
-from vitlab.training.masked import COLOURS, MaskedPatches, PredictPatches, colours, corrupt
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess
+from vitlab.training.masked import COLORS, MaskedPatches, PredictPatches, colors, corrupt
 
 PATCHES = 196
 IMAGES = 600  # 117,600 patches
@@ -58,13 +59,13 @@ def test_a_function_of_seed_step_and_image() -> None:
 
 
 @pytest.mark.parametrize("preprocess", [Preprocess(), Preprocess(mean=(0.4, 0.5, 0.3), std=(0.2, 0.25, 0.3))])
-def test_targets_are_the_three_bit_mean_colour(preprocess: Preprocess) -> None:
+def test_targets_are_the_three_bit_mean_color(preprocess: Preprocess) -> None:
     rng = np.random.default_rng(0)
-    base = rng.integers(0, 256, (2, 3, 3, 2))  # a colour per patch, (B, C, h, w)
+    base = rng.integers(0, 256, (2, 3, 3, 2))  # a color per patch, (B, C, h, w)
     pixels = np.clip(base.repeat(4, 2).repeat(4, 3) + rng.integers(-20, 20, (2, 3, 12, 8)), 0, 255)
     mean, std = (np.array(v)[:, None, None] for v in (preprocess.mean, preprocess.std))
     images = torch.tensor((pixels / 255 - mean) / std, dtype=torch.float32)
-    found = colours(images, preprocess, stride=4)
+    found = colors(images, preprocess, stride=4)
     for b in range(2):
         for row in range(3):
             for column in range(2):
@@ -74,8 +75,8 @@ def test_targets_are_the_three_bit_mean_colour(preprocess: Preprocess) -> None:
 
 
 def test_white_is_the_last_class_and_black_the_first() -> None:
-    assert colours(torch.ones(1, 3, 4, 4), Preprocess(), 4).item() == COLOURS - 1
-    assert colours(-torch.ones(1, 3, 4, 4), Preprocess(), 4).item() == 0
+    assert colors(torch.ones(1, 3, 4, 4), Preprocess(), 4).item() == COLORS - 1
+    assert colors(-torch.ones(1, 3, 4, 4), Preprocess(), 4).item() == 0
 
 
 def small() -> MaskedPatches:
@@ -111,15 +112,15 @@ def test_loss_counts_corrupted_patches_only() -> None:
     index = torch.arange(4)
     goal = PredictPatches(Preprocess(), seed=2, grid=(4, 4), stride=4)
     batch = Batch(images, index, torch.zeros(4, 1), index)
-    fate, targets = corrupt(2, 9, index, 16), colours(images, Preprocess(), 4)
+    fate, targets = corrupt(2, 9, index, 16), colors(images, Preprocess(), 4)
     logs = model(images, fate).log_softmax(-1)
     total = sum(-logs[b, n, targets[b, n]].item() for b in range(4) for n in range(16) if fate.chosen[b, n])
     assert goal.loss(model, batch, step=9).item() == pytest.approx(total / (0.5 * 64), rel=1e-5)
 
 
-def test_prior_is_the_entropy_of_the_colours() -> None:
+def test_prior_is_the_entropy_of_the_colors() -> None:
     goal = PredictPatches(Preprocess(), seed=0, grid=(1, 1), stride=4)
-    counts = [0.0] * COLOURS
+    counts = [0.0] * COLORS
     counts[3], counts[9] = 30.0, 10.0
     report = goal.report([40.0, 20.0, 60.0, *counts])
     assert report["prior"] == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))

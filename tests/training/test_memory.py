@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
 from small_runs import go
-from vitlab.config import UserError
+from vitlab.models.config import UserError
 torch.set_num_threads(1)
 size = dict(image_size=(32, 32), width=64, mlp=256, dropout=0.0, drop_path=0.0, warmup=0, workers=0, per_class=9)
 go(Path(sys.argv[2]) / "warm", **size, steps=1, batch=4, micro=4)  # libraries are loaded by now

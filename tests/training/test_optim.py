@@ -10,7 +10,7 @@ import vitlab
 from vitlab.models.resnet import ResNet
 from vitlab.models.vit import ViT
 from vitlab.training.masked import MaskedPatches
-from vitlab.training.optim import Average, clip, decays, learning_rate, make_optimiser, set_rate
+from vitlab.training.optim import Average, clip, decays, learning_rate, make_optimizer, set_rate
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 7, 50])
@@ -32,12 +32,12 @@ def test_rate_at_every_step(decay: str, warmup: int) -> None:
 
 def test_rate_agrees_with_torch_schedulers() -> None:
     layer = nn.Linear(1, 1)
-    optimiser = torch.optim.SGD(layer.parameters(), lr=0.5)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, T_max=40)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
     for step in range(40):
         found = learning_rate(step, base=0.5, steps=40, warmup=0, decay="cosine")
         assert found == pytest.approx(schedule.get_last_lr()[0], rel=1e-9)
-        optimiser.step()
+        optimizer.step()
         schedule.step()
 
 
@@ -71,9 +71,9 @@ def test_decay_moves_kernels_and_nothing_else() -> None:
         nn.init.normal_(p)
         p.grad = torch.zeros_like(p)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimiser = make_optimiser(model, "adamw", weight_decay=0.3, betas=(0.9, 0.999), momentum=0.0)
-    set_rate(optimiser, 0.1)
-    optimiser.step()
+    optimizer = make_optimizer(model, "adamw", weight_decay=0.3, betas=(0.9, 0.999), momentum=0.0)
+    set_rate(optimizer, 0.1)
+    optimizer.step()
     for name, p in model.named_parameters():
         if name.endswith("weight") and "norm" not in name:
             torch.testing.assert_close(p, before[name] * (1 - 0.1 * 0.3))

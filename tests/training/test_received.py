@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 from small_runs import SMALL, go, records
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.report import write_report
-from vitlab.training import known
+from vitlab.training import trust
 from vitlab.training.loop import train
-from vitlab.training.start import continued_recipe
+from vitlab.training.setup import continued_recipe
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -83,7 +83,7 @@ def test_a_restarted_process_runs_no_command(
 
 def test_even_of_ones_own_folder_a_command_is_asked_for_again(made: Path, tmp_path: Path) -> None:
     run = received(made, tmp_path / "run", data=f"pipe:touch {tmp_path}/ran; exit 1")
-    known.remember(run / "recipe.json")
+    trust.remember(run / "recipe.json")
     with pytest.raises(UserError, match="only taken from the command line"):
         continued_recipe(run, [])
     with pytest.raises(UserError, match="only taken from the command line"):
@@ -148,7 +148,7 @@ def test_ones_own_run_needs_no_asking(made: Path, tmp_path: Path, command: Comma
 def test_built_in_sets_need_no_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go(tmp_path / "run", steps=4)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "somebody-else"))
-    assert not known.known(tmp_path / "run" / "recipe.json")
+    assert not trust.known(tmp_path / "run" / "recipe.json")
     assert continued_recipe(tmp_path / "run", []) is not None
     assert write_report(tmp_path / "run").exists()
 
@@ -213,5 +213,5 @@ def test_checkpoints_name_their_own_files_alone(made: Path, tmp_path: Path) -> N
     content["sha256"]["../../../elsewhere"] = "0" * 64
     path.write_text(json.dumps(content | {"digest": checkpoint.digest(content)}))
     with pytest.raises(UserError, match="not in its folder"):
-        checkpoint.read_facts(path.parent)
+        checkpoint.read_meta(path.parent)
     assert len(records(run)) > 0

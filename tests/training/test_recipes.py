@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from vitlab.config import UserError, from_json, to_json
 from vitlab.cost import cost
 from vitlab.data.transforms import Augment
+from vitlab.errors import UserError
 from vitlab.models.variants import build, configure
-from vitlab.recipes import AUGREG, GFLOPS, RECIPES, command, find, length, operations, ready, run_flops
+from vitlab.settings import from_json, to_json
 from vitlab.training.recipe import Recipe, override, resolved
+from vitlab.training.recipes import AUGREG, GFLOPS, RECIPES, command, find, length, operations, ready, run_flops
 
 # The paper's table 3, written out: name, epochs, base LR, decay, weight decay, dropout.
 PRETRAINING = """
@@ -53,7 +54,7 @@ def test_pretraining_is_the_papers_table(row: list[str]) -> None:
     assert (r.epochs, r.lr, r.decay) == (float(epochs), float(lr), decay)
     assert (r.weight_decay, r.dropout or 0) == (float(weight_decay), float(dropout))
     assert (r.batch, r.image_size, r.warmup) == (4096, (224, 224), 10_000)
-    assert (r.optimiser, r.beta1, r.beta2) == ("adamw", 0.9, 0.999)
+    assert (r.optimizer, r.beta1, r.beta2) == ("adamw", 0.9, 0.999)
     assert r.clip == (1.0 if "imagenet" in name else 0.0)
     assert r.objective == ("softmax" if "imagenet" in name else "sigmoid")
 
@@ -74,7 +75,7 @@ def test_finetuning_is_the_papers_table(name: str, steps: int, warmup: int, rate
     r = entry.recipe
     assert (r.steps, r.warmup, entry.searched) == (steps, warmup, rates)
     assert r.lr in rates
-    assert (r.optimiser, r.momentum, r.batch, r.decay) == ("sgd", 0.9, 512, "cosine")
+    assert (r.optimizer, r.momentum, r.batch, r.decay) == ("sgd", 0.9, 512, "cosine")
     assert (r.weight_decay, r.clip, r.image_size) == (0.0, 1.0, (384, 384))
 
 
@@ -85,9 +86,9 @@ def test_large_models_at_high_resolution_are_averaged() -> None:
 
 
 def test_augreg_levels() -> None:
-    levels = {name: (a.mixup, a.layers, a.magnitude) for name, a in AUGREG.items()}
+    levels = {name: (a.mixup, *a.randaugment) for name, a in AUGREG.items()}
     assert levels == {
-        "none": (0, 0, Augment().magnitude),
+        "none": (0, 0, Augment().randaugment[1]),
         "light1": (0, 2, 0),
         "light2": (0.2, 2, 10),
         "medium1": (0.2, 2, 15),
@@ -152,7 +153,7 @@ def test_epochs_and_steps_replace_each_other() -> None:
         ("stepz=3", "did you mean 'steps'"),
         ("mixop=3", "did you mean 'mixup'"),
         ("steps=many", "steps must be an integer"),
-        ("optimiser=lion", "'adamw' or 'sgd'"),
+        ("optimizer=lion", "'adamw' or 'sgd'"),
         ("steps", "key=value"),
         ("batch=0", "batch must be at least 1"),
         ("ema=1", "ema"),

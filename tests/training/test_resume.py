@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from small_runs import SMALL, assert_same_run, go, records
 
-from vitlab.config import Stopped, UserError
+from vitlab.errors import Stopped, UserError
 from vitlab.training import checkpoint
 from vitlab.training.loop import Run
 from vitlab.weights import load as load_model

@@ -14,7 +14,7 @@ import pytest
 from small_runs import assert_same_run, go
 from test_resume import VITLAB
 
-from vitlab.config import Stopped
+from vitlab.errors import Stopped
 from vitlab.report import make, write_report
 from vitlab.training.loop import Run
 

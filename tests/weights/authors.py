@@ -24,15 +24,15 @@ class Draw:
     def kernel(self, name: str, *shape: int, fan: int) -> None:
         self.w[name] = self.rng.normal(size=shape) / sqrt(fan)
 
-    def vector(self, name: str, *shape: int, centre: float = 0.0) -> None:
-        self.w[name] = centre + 0.3 * self.rng.normal(size=shape)
+    def vector(self, name: str, *shape: int, center: float = 0.0) -> None:
+        self.w[name] = center + 0.3 * self.rng.normal(size=shape)
 
     def dense(self, name: str, cin: int, cout: int) -> None:
         self.kernel(f"{name}/kernel", cin, cout, fan=cin)
         self.vector(f"{name}/bias", cout)
 
     def norm(self, name: str, *shape: int, scale: str = "scale", bias: str = "bias") -> None:
-        self.vector(f"{name}/{scale}", *shape, centre=1.0)
+        self.vector(f"{name}/{scale}", *shape, center=1.0)
         self.vector(f"{name}/{bias}", *shape)
 
     def conv(self, name: str, size: int, cin: int, cout: int) -> None:

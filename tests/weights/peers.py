@@ -10,7 +10,7 @@ from torch import Tensor, nn
 M = TypeVar("M", bound=nn.Module)
 
 
-def randomise(model: M, dtype: torch.dtype = torch.float32, seed: int = 0) -> M:
+def randomize(model: M, dtype: torch.dtype = torch.float32, seed: int = 0) -> M:
     """Every tensor random, so that nothing can hide behind a zero; activations and logits stay of order one."""
     generator = torch.Generator().manual_seed(seed)
     model = model.to(dtype).eval()
@@ -29,7 +29,7 @@ def randomise(model: M, dtype: torch.dtype = torch.float32, seed: int = 0) -> M:
 
 
 def empty(make: Callable[[], M]) -> M:
-    """A model without the time its own initialisation takes."""
+    """A model without the time its own initialization takes."""
     with torch.device("meta"):
         return make().to_empty(device="cpu")
 

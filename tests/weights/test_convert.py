@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from peers import randomise
+from peers import randomize
 
 import vitlab
-from vitlab.config import ResNetConfig, StemConfig, UserError, ViTConfig
+from vitlab.errors import UserError
+from vitlab.models.config import ResNetConfig, StemConfig, ViTConfig
 from vitlab.models.variants import build
 from vitlab.weights import convert, load, save
 
@@ -67,7 +68,7 @@ def test_a_file_alone_says_less_than_a_folder_or_more(tmp_path: Path) -> None:
 
 
 def test_a_difference_can_be_accepted_by_name(tmp_path: Path) -> None:
-    model = randomise(build(vit(norm_eps=1e-12)))
+    model = randomize(build(vit(norm_eps=1e-12)))
     save(model, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "theirs.npz", "google", norm_eps=1e-6, gelu="tanh")
     back = load(tmp_path / "theirs.npz")
@@ -79,7 +80,7 @@ def test_a_difference_can_be_accepted_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["timm", "huggingface", "torchvision", "google"])
 def test_every_precision_survives(to: str, dtype: torch.dtype, tmp_path: Path) -> None:
     config = vit(gelu="tanh") if to == "google" else VIT
-    model = randomise(build(config), dtype)
+    model = randomize(build(config), dtype)
     save(model, tmp_path / "ours")
     target = tmp_path / ENDINGS.get(to, "x")
     if to == "google" and dtype == torch.bfloat16:

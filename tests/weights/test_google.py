@@ -7,13 +7,14 @@ import authors
 import numpy as np
 import pytest
 import torch
-from peers import agree, images, randomise
+from peers import agree, images, randomize
 from scipy.ndimage import zoom
 
 import vitlab
-from vitlab.config import StemConfig, UserError, ViTConfig
+from vitlab.errors import UserError
+from vitlab.models.config import StemConfig, ViTConfig
 from vitlab.models.variants import build
-from vitlab.weights import convert, load, preprocess_of, save
+from vitlab.weights import convert, load, save
 
 FILES: dict[str, tuple[Any, int]] = {
     "ViT": (authors.vit(8, 4, 64, 100, 4, 2, 7), 32),
@@ -43,7 +44,7 @@ def test_theirs_here(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     x = images(size, dtype)
     with torch.no_grad():
         agree(ours(x), forward({key: array.astype("f8") for key, array in arrays.items()}, x))
-    assert preprocess_of(ours).mean == preprocess_of(ours).std == (0.5, 0.5, 0.5)
+    assert ours.card.preprocess.mean == ours.card.preprocess.std == (0.5, 0.5, 0.5)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -63,7 +64,7 @@ def test_there_and_back_is_bit_identical(name: str, tmp_path: Path) -> None:
 def test_ours_there(tmp_path: Path) -> None:
     stem = StemConfig((1, 2), width=32)
     config = ViTConfig((48, 48), patch=2, depth=2, width=96, mlp=130, heads=3, classes=5, stem=stem, gelu="tanh")
-    ours = randomise(build(config), torch.float64)
+    ours = randomize(build(config), torch.float64)
     save(ours, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "theirs.npz", "google")
     x = images(48, torch.float64)
@@ -106,7 +107,7 @@ def test_positions_are_resampled_as_the_authors_do(size: tuple[int, int], tmp_pa
 
 def test_hybrid_and_bit_by_name_have_the_authors_maths() -> None:
     """What `create` builds can be written in the authors' format but for the GELU, its own traits being theirs."""
-    from vitlab.weights.google import require_expressible
+    from vitlab.weights.formats.google import require_expressible
 
     for name in ("R50+B/16", "R26+S/32", "R+Ti/16"):
         require_expressible(vitlab.models.variants.configure(name, {"gelu": "tanh"}))

@@ -20,7 +20,7 @@ from torch import nn
 from torchvision.models import VisionTransformer
 
 import vitlab
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.weights import convert, load, save
 
 MEGABYTE = 1024  # in the kilobytes that the kernel counts
@@ -297,7 +297,7 @@ def test_our_config_with_wrong_types(key: str, value: Any, tmp_path: Path) -> No
         {"stem": {"stages": [1] * 300}},
         {"stem": 3},
         {"norm_eps": "1e-6"},
-        {"colour": "red"},
+        {"color": "red"},
     ],
 )
 def test_a_header_that_describes_an_absurd_model(field: dict[str, Any], tmp_path: Path) -> None:

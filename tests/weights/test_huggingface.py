@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from peers import agree, images, randomise
+from peers import agree, images, randomize
 from safetensors.torch import load_file
 from transformers import BitImageProcessor, ViTForImageClassification, ViTImageProcessor, ViTModel
 from transformers import ViTConfig as TheirConfig
 
-from vitlab.config import Preprocess, UserError, ViTConfig
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess, ViTConfig
 from vitlab.models.variants import build
-from vitlab.weights import convert, labels_of, load, preprocess_of, save
+from vitlab.weights import convert, load, save
 
 SMALL = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 130}
 SMALL |= {"image_size": 32, "patch_size": 8, "num_labels": 7}
@@ -37,7 +38,7 @@ def saved(model: Any, folder: Path) -> Path:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("args", CASES.values(), ids=CASES.keys())
 def test_theirs_here(args: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
-    theirs = randomise(ViTForImageClassification(TheirConfig(**args)), dtype)
+    theirs = randomize(ViTForImageClassification(TheirConfig(**args)), dtype)
     ours = load(saved(theirs, tmp_path))
     x = images(ours.config.image_size, dtype)
     with torch.no_grad():
@@ -46,7 +47,7 @@ def test_theirs_here(args: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -
 
 @pytest.mark.parametrize("pooler", [True, False])
 def test_vitmodel_is_a_model_without_a_head(pooler: bool, tmp_path: Path) -> None:
-    theirs = randomise(ViTModel(TheirConfig(**SMALL, pooler_output_size=80), add_pooling_layer=pooler))
+    theirs = randomize(ViTModel(TheirConfig(**SMALL, pooler_output_size=80), add_pooling_layer=pooler))
     ours = load(saved(theirs, tmp_path))
     x = images(32)
     with torch.no_grad():
@@ -57,7 +58,7 @@ def test_vitmodel_is_a_model_without_a_head(pooler: bool, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", [ViTForImageClassification, ViTModel])
 def test_there_and_back_is_bit_identical(kind: Any, tmp_path: Path) -> None:
-    theirs = load_file(saved(randomise(kind(TheirConfig(**SMALL))), tmp_path / "theirs") / "model.safetensors")
+    theirs = load_file(saved(randomize(kind(TheirConfig(**SMALL))), tmp_path / "theirs") / "model.safetensors")
     convert(tmp_path / "theirs", tmp_path / "ours", "vitlab")
     convert(tmp_path / "ours", tmp_path / "back", "huggingface")
     back = load_file(tmp_path / "back" / "model.safetensors")
@@ -77,7 +78,7 @@ OURS = {
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("config", OURS.values(), ids=OURS.keys())
 def test_ours_there(config: ViTConfig, dtype: torch.dtype, tmp_path: Path) -> None:
-    ours = randomise(build(config), dtype)
+    ours = randomize(build(config), dtype)
     save(ours, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "theirs", "huggingface")
     kind = ViTForImageClassification if config.classes else ViTModel
@@ -91,7 +92,7 @@ def test_ours_there(config: ViTConfig, dtype: torch.dtype, tmp_path: Path) -> No
 
 
 def test_names_in_memory_are_read_too(tmp_path: Path) -> None:
-    theirs = randomise(ViTForImageClassification(TheirConfig(**SMALL)))
+    theirs = randomize(ViTForImageClassification(TheirConfig(**SMALL)))
     torch.save(theirs.state_dict(), tmp_path / "memory.pth")
     ours = load(tmp_path / "memory.pth", heads=4)  # a bare file has no config to say it
     x = images(32)
@@ -105,8 +106,8 @@ def test_labels_and_preprocessing_come_along(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     ViTImageProcessor(size={"height": 32, "width": 32}, resample=3, image_mean=[0.1] * 3).save_pretrained(tmp_path)
     ours = load(tmp_path)
-    assert labels_of(ours) == tuple(names)
-    assert preprocess_of(ours) == Preprocess(mean=(0.1, 0.1, 0.1), interpolation="bicubic", fit="stretch")
+    assert ours.card.labels == tuple(names)
+    assert ours.card.preprocess == Preprocess(mean=(0.1, 0.1, 0.1), interpolation="bicubic", fit="stretch")
 
 
 @pytest.mark.parametrize("fit", ["crop", "stretch"])
@@ -121,14 +122,14 @@ def test_their_processor_prepares_as_ours_says(fit: Any, tmp_path: Path) -> None
     assert made(photo, return_tensors="pt")["pixel_values"].shape == (1, 3, 32, 32)
     assert list(made.image_mean) == [0.1, 0.2, 0.3]
     back = load(tmp_path / "theirs")
-    assert dataclasses.replace(preprocess_of(back), crop=0.8) == preprocess
+    assert dataclasses.replace(back.card.preprocess, crop=0.8) == preprocess
     if fit == "crop":
-        assert preprocess_of(back).crop == 0.8  # 32 of 40 pixels
-    assert labels_of(back) == tuple(labels)
+        assert back.card.preprocess.crop == 0.8  # 32 of 40 pixels
+    assert back.card.labels == tuple(labels)
 
 
 def test_labels_nobody_gave_are_no_labels(tmp_path: Path) -> None:
-    assert labels_of(load(saved(ViTForImageClassification(TheirConfig(**SMALL)), tmp_path))) is None
+    assert load(saved(ViTForImageClassification(TheirConfig(**SMALL)), tmp_path)).card.labels is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What `load` does with any format: recognise, replace the head, resize; hub ids without a network."""
+"""What `load` does with any format: recognize, replace the head, resize; hub ids without a network."""
 
 import dataclasses
 import logging
@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import timm
 import torch
-from peers import agree, images, randomise
+from peers import agree, images, randomize
 from safetensors.torch import save_file
 from torchvision.models import VisionTransformer
 
 import vitlab
-from vitlab.config import Preprocess, ResNetConfig, UserError, ViTConfig
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess, ResNetConfig, ViTConfig
 from vitlab.models.variants import build
-from vitlab.weights import convert, load, preprocess_of, save
+from vitlab.weights import convert, load, save
 
 SHARED = Path(os.environ.get("VITLAB_SHARED", Path(__file__).parents[3] / "shared"))
 VIT = ViTConfig((32, 32), patch=8, depth=2, width=64, mlp=80, heads=1, classes=5)
@@ -27,7 +28,7 @@ VIT = ViTConfig((32, 32), patch=8, depth=2, width=64, mlp=80, heads=1, classes=5
 
 def theirs(file: Path, config: Any = VIT) -> dict[str, torch.Tensor]:
     """A timm file, and the tensors of the model in it."""
-    model = randomise(build(config))
+    model = randomize(build(config))
     save(model, file.parent / "ours")
     convert(file.parent / "ours", file, "timm")
     return model.state_dict()
@@ -46,10 +47,10 @@ def test_real_weights_give_the_reference_logits() -> None:
     with torch.no_grad():
         assert np.abs(model(pixels).numpy() - reference["logits_fp32"]).max() <= 1e-4
         assert np.abs(model.double()(pixels.double()).numpy() - reference["logits_fp64"]).max() <= 1e-10
-    assert preprocess_of(model) == Preprocess(interpolation="bicubic", crop=0.9)
+    assert model.card.preprocess == Preprocess(interpolation="bicubic", crop=0.9)
 
 
-# ---- recognise
+# ---- recognize
 
 
 def test_a_file_that_fits_none_or_two(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_overrides(tmp_path: Path) -> None:
     preprocess = Preprocess(crop=0.5)
     model = load(tmp_path / "theirs.safetensors", heads=8, gelu="tanh", norm_eps=1e-3, preprocess=preprocess)
     assert model.config == dataclasses.replace(VIT, heads=8, gelu="tanh", norm_eps=1e-3)
-    assert preprocess_of(model) == preprocess
+    assert model.card.preprocess == preprocess
     assert load(tmp_path / "ours", heads=8).config.heads == 8
     bit = ResNetConfig((32, 32), (1, 1), 32, 3, standardize_eps=1e-8)
     save(build(bit), tmp_path / "bit")
@@ -148,7 +149,7 @@ def test_other_classes_give_a_head_of_zeros(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_a_new_head_stands_on_the_features_themselves(tmp_path: Path) -> None:
-    model = randomise(build(dataclasses.replace(VIT, prelogits=20)))
+    model = randomize(build(dataclasses.replace(VIT, prelogits=20)))
     save(model, tmp_path / "run")
     assert load(tmp_path / "run", classes=9).config.prelogits == 0  # as the paper fine-tunes
     x = images(32)
@@ -159,7 +160,7 @@ def test_a_new_head_stands_on_the_features_themselves(tmp_path: Path) -> None:
 def test_sizes(tmp_path: Path) -> None:
     tensors = theirs(tmp_path / "theirs.safetensors")
     for mode in ("bilinear", "bicubic"):
-        wanted = randomise(build(VIT)).resize((48, 24), mode).positions.table
+        wanted = randomize(build(VIT)).resize((48, 24), mode).positions.table
         model = load(tmp_path / "theirs.safetensors", image_size=(48, 24), resample=mode)
         assert torch.equal(model.positions.table, wanted)
     with pytest.raises(UserError, match="40 for 33"):
@@ -179,7 +180,7 @@ def test_grids_that_are_not_square(tmp_path: Path) -> None:
 
 
 def test_half_precision_loads_as_float32(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = randomise(build(VIT), torch.bfloat16)
+    model = randomize(build(VIT), torch.bfloat16)
     save(model, tmp_path / "half")
     with caplog.at_level(logging.INFO, "vitlab"):
         back = load(tmp_path / "half")
@@ -220,7 +221,7 @@ def offline(cache: Path, code: str) -> str:
 
 def test_hub_ids_come_from_the_cache(tmp_path: Path) -> None:
     config = dataclasses.replace(VIT, heads=2)
-    save(randomise(build(config)), tmp_path / "ours")
+    save(randomize(build(config)), tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "timm", "timm")
     convert(tmp_path / "ours", tmp_path / "hf", "huggingface")
     cache = hub_cache(tmp_path / "cache", "timm/vit_small.augreg_in21k", tmp_path / "timm")
@@ -232,7 +233,7 @@ def test_hub_ids_come_from_the_cache(tmp_path: Path) -> None:
 def test_revisions_are_chosen_by_name_and_kept_by_commit(tmp_path: Path) -> None:
     """A branch may move; what was loaded is kept in the card, and in the config of what is saved."""
     old, new = "0" * 40, "a1" * 20
-    save(randomise(build(VIT)), tmp_path / "ours")
+    save(randomize(build(VIT)), tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "hf", "huggingface")
     cache = hub_cache(tmp_path / "cache", "some/vit", tmp_path / "hf")
     repo = cache / "models--some--vit"

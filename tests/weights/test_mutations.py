@@ -11,24 +11,24 @@ import authors
 import numpy as np
 import pytest
 import torch
-from peers import randomise
+from peers import randomize
 from safetensors.torch import load, save_file
 from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
 import vitlab
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.weights import convert, save
 
 CASES = 60  # of each kind
-TINY = vitlab.config.ViTConfig((16, 16), patch=8, depth=1, width=32, mlp=40, heads=2, classes=3)
+TINY = vitlab.models.config.ViTConfig((16, 16), patch=8, depth=1, width=32, mlp=40, heads=2, classes=3)
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A small checkpoint of each kind; where there is a config, the file that is damaged is named by the key."""
     folder = tmp_path_factory.mktemp("sources")
-    ours = randomise(vitlab.build(TINY))
+    ours = randomize(vitlab.build(TINY))
     save(ours, folder / "ours")
     for name in ("theirs.safetensors", "theirs"):
         convert(folder / "ours", folder / name, "timm")
@@ -41,7 +41,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     np.savez_compressed(folder / "packed.npz", **arrays)
     config = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=40)
     config.image_size, config.patch_size, config.num_labels = 16, 8, 3
-    randomise(ViTForImageClassification(config)).save_pretrained(folder / "hub")
+    randomize(ViTForImageClassification(config)).save_pretrained(folder / "hub")
     return {
         "safetensors": folder / "theirs.safetensors",
         "pth": folder / "new.pth",

@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import timm
 import torch
-from peers import agree, empty, images, randomise
+from peers import agree, empty, images, randomize
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import vitlab
-from vitlab.config import Preprocess, ResNetConfig, StemConfig, UserError, ViTConfig
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess, ResNetConfig, StemConfig, ViTConfig
+from vitlab.models.meta import meta_model
 from vitlab.models.variants import build
-from vitlab.weights import convert, load, preprocess_of, save
-from vitlab.weights.assemble import blank
-from vitlab.weights.files import Tensors
-from vitlab.weights.reading import Source, Traits
-from vitlab.weights.store import labels_of
-from vitlab.weights.table import check
-from vitlab.weights.timm import fits, read
+from vitlab.weights import convert, load, save
+from vitlab.weights.formats.base import FormatDefaults, RawCheckpoint
+from vitlab.weights.formats.table import check
+from vitlab.weights.formats.timm import fits, read
+from vitlab.weights.tensors import TensorFile
 
 SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2, "img_size": 64, "num_classes": 11}
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -50,7 +50,7 @@ TYPES = [torch.float32, torch.float64]
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("name", "args"), CASES)
 def test_theirs_here(name: str, args: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
-    theirs = randomise(peer(name, **args), dtype)
+    theirs = randomize(peer(name, **args), dtype)
     save_file(theirs.state_dict(), tmp_path / "theirs.safetensors")
     ours = load(tmp_path / "theirs.safetensors", image_size=64 if name.startswith("resnet") else None)
     x = images(ours.config.image_size, dtype)
@@ -60,7 +60,7 @@ def test_theirs_here(name: str, args: dict[str, Any], dtype: torch.dtype, tmp_pa
 
 @pytest.mark.parametrize(("name", "args"), CASES[4:])
 def test_there_and_back_is_bit_identical(name: str, args: dict[str, Any], tmp_path: Path) -> None:
-    theirs = randomise(peer(name, **args)).state_dict()
+    theirs = randomize(peer(name, **args)).state_dict()
     torch.save(theirs, tmp_path / "theirs.pth")
     heads = {"heads": args["num_heads"]} if "num_heads" in args else {}
     convert(tmp_path / "theirs.pth", tmp_path / "ours", "vitlab", **heads)
@@ -89,7 +89,7 @@ OURS = {
 @pytest.mark.parametrize("config", OURS.values(), ids=OURS.keys())
 def test_ours_there(config: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     """A folder of ours builds in timm by itself, and comes back as it was."""
-    ours = randomise(build(config), dtype)
+    ours = randomize(build(config), dtype)
     save(ours, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "timm", "timm")
     theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).to(dtype)
@@ -103,15 +103,15 @@ def test_ours_there(config: Any, dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_a_folder_from_timm(tmp_path: Path) -> None:
     """What timm itself writes for the hub: preprocessing, class names and odd settings come along."""
-    theirs = randomise(peer("vit_base_patch32_siglip_256", depth=2, num_classes=3))
+    theirs = randomize(peer("vit_base_patch32_siglip_256", depth=2, num_classes=3))
     labels = ["cat", "dog", "eel"]
     theirs.pretrained_cfg |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6), "crop_mode": "squash"}
     args = {"depth": 2}
     config = {"num_classes": 3, "label_names": labels}
     timm.models.save_for_hf(theirs, tmp_path, model_config=config, model_args=args, safe_serialization=True)
     ours = load(tmp_path)
-    assert labels_of(ours) == ("cat", "dog", "eel")
-    assert preprocess_of(ours) == Preprocess((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", "stretch", 0.9)
+    assert ours.card.labels == ("cat", "dog", "eel")
+    assert ours.card.preprocess == Preprocess((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", "stretch", 0.9)
     x = images(256)
     with torch.no_grad():
         agree(ours(x), theirs(x))  # this architecture has the tanh GELU, which only its name tells
@@ -123,12 +123,12 @@ def maths_fit(name: str) -> bool:
         theirs = timm.create_model(name)
     shapes = {key: tuple(x.shape) for key, x in theirs.state_dict().items()}
     cfg = {"pretrained_cfg": {"input_size": list(theirs.pretrained_cfg["input_size"])}}
-    source = Source(name, Tensors(Path(name), shapes, torch.zeros), {"architecture": name, **cfg}, {})
+    source = RawCheckpoint(name, TensorFile(Path(name), shapes, torch.zeros), {"architecture": name, **cfg}, {})
     if not fits(source):
         return False
     try:
-        reading = read(source, Traits(), None)
-        check(reading.table, blank(reading.config).state_dict(), source.tensors)
+        reading = read(source, FormatDefaults(), None)
+        check(reading.table, meta_model(reading.config).state_dict(), source.tensors)
     except UserError:
         return False
     config = reading.config
@@ -178,8 +178,8 @@ def test_other_architectures_are_refused_by_name(name: str, part: str, tmp_path:
 
 
 def test_older_files_have_pre_logits(tmp_path: Path) -> None:
-    theirs = randomise(peer("vit_base_patch16_224", **SMALL))
-    layer = randomise(nn.Linear(64, 64))
+    theirs = randomize(peer("vit_base_patch16_224", **SMALL))
+    layer = randomize(nn.Linear(64, 64))
     extra = {f"pre_logits.fc.{key}": x for key, x in layer.state_dict().items()}
     save_file(theirs.state_dict() | extra, tmp_path / "old.safetensors")
     ours = load(tmp_path / "old.safetensors", heads=2)

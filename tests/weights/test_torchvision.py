@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from peers import agree, empty, images, randomise
+from peers import agree, empty, images, randomize
 from safetensors.torch import load_file, save_file
 from torchvision.models import VisionTransformer, vit_b_16, vit_b_32
 
-from vitlab.config import ViTConfig
+from vitlab.models.config import ViTConfig
 from vitlab.models.variants import build
-from vitlab.weights import convert, load, preprocess_of, save
+from vitlab.weights import convert, load, save
 
 SMALL = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 128, "mlp_dim": 200}
 TYPES = [torch.float32, torch.float64]
@@ -35,19 +35,19 @@ NAMES = ["b_16", "b_32", "small", "pre-logits"]
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_theirs_here(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    theirs = randomise(made(name), dtype)
+    theirs = randomize(made(name), dtype)
     torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
     ours = load(tmp_path / "theirs.pth")
     x = images(theirs.image_size, dtype)
     with torch.no_grad():
         agree(ours(x), theirs(x))
-    assert preprocess_of(ours).mean == (0.485, 0.456, 0.406)
+    assert ours.card.preprocess.mean == (0.485, 0.456, 0.406)
 
 
 @pytest.mark.parametrize("ending", ["safetensors", "pth"])
 @pytest.mark.parametrize("name", NAMES[2:])
 def test_there_and_back_is_bit_identical(name: str, ending: str, tmp_path: Path) -> None:
-    theirs = randomise(made(name)).state_dict()
+    theirs = randomize(made(name)).state_dict()
     save_file(theirs, tmp_path / "theirs.safetensors")
     convert(tmp_path / "theirs.safetensors", tmp_path / "ours", "vitlab")
     back = tmp_path / f"back.{ending}"
@@ -61,7 +61,7 @@ def test_there_and_back_is_bit_identical(name: str, ending: str, tmp_path: Path)
 @pytest.mark.parametrize("prelogits", [0, 40])
 def test_ours_there(prelogits: int, dtype: torch.dtype, tmp_path: Path) -> None:
     config = ViTConfig((32, 32), patch=8, depth=2, width=96, mlp=200, heads=3, classes=5, prelogits=prelogits)
-    ours = randomise(build(config), dtype)
+    ours = randomize(build(config), dtype)
     save(ours, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "theirs.pth", "torchvision")
     theirs = VisionTransformer(32, 8, 2, 3, 96, 200, num_classes=5, representation_size=prelogits or None).to(dtype)

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from vitlab.config import Size, UserError
+from vitlab.errors import UserError
+from vitlab.models.config import Size
 from vitlab.models.resnet import ResNet
 from vitlab.models.variants import Model
 from vitlab.models.vit import Attention, ViT, attention_weights

@@ -11,7 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from vitlab.analysis.attention import each_attention
-from vitlab.config import Size, UserError, ViTConfig
+from vitlab.errors import UserError
+from vitlab.models.config import Size, ViTConfig
 from vitlab.models.vit import ViT
 
 Doubles = NDArray[np.float64]
@@ -20,7 +21,7 @@ COPIES = 3  # of a layer's: the scores, the weights, those of the patches
 
 
 def cell_distances(grid: Size, stride: int = 1) -> Doubles:
-    """Pixels from the centre of each patch to that of each other, (hw, hw), patches in raster order."""
+    """Pixels from the center of each patch to that of each other, (hw, hw), patches in raster order."""
     y, x = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
     return stride * np.sqrt((y[:, None] - y) ** 2.0 + (x[:, None] - x) ** 2.0)
 
@@ -39,7 +40,7 @@ def query_distances(weights: Tensor, config: ViTConfig) -> Tensor:
 
 
 def mean_distance(model: ViT, batches: Iterable[Tensor]) -> Doubles:
-    """The mean attention distance of each layer and head, (L, H), in pixels, over normalised images.
+    """The mean attention distance of each layer and head, (L, H), in pixels, over normalized images.
 
     `batches`: tensors (B, 3, height, width) of any lengths, read one at a time; `batch_size` says how many images
     fit into memory. An axial block has two layers, rows then columns.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitlab.analysis.distance import cell_distances, rank_correlation
 from vitlab.analysis.steps import array, vit_only
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.models.vit import ViT
 
 Floats = NDArray[np.float32]

@@ -18,15 +18,15 @@ from torch import Tensor
 from vitlab.analysis.distance import batch_size, cell_distances, depth_trend, mean_distance
 from vitlab.analysis.embeddings import patch_filters, position_similarity, position_trend
 from vitlab.analysis.steps import Steps, five_steps
-from vitlab.config import UserError, ViTConfig
 from vitlab.data.folder import walk
 from vitlab.data.images import BrokenImage, decode
 from vitlab.data.transforms import eval_image
-from vitlab.evaluation.extract import progress
+from vitlab.errors import UserError
+from vitlab.models.config import ViTConfig
 from vitlab.models.vit import ViT
 from vitlab.plots import inside, style
 from vitlab.plots.steps import spread, steps_figure
-from vitlab.weights import labels_of, preprocess_of
+from vitlab.terminal import progress
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -132,7 +132,7 @@ class Gallery:
             layers = spread(len(names), LAYERS) if self.layers is None else self.layers
             heads = range(c.heads) if self.heads is None else self.heads
             return inside.heads_figure(steps.pixels, steps.attention, layers, heads, names, looks)
-        classes = labels_of(self.model) or [f"class {i}" for i in range(c.classes)]
+        classes = self.model.card.labels or [f"class {i}" for i in range(c.classes)]
         return steps_figure(steps, names, classes, looks, c.stem is not None)
 
     # ---- on disk
@@ -193,7 +193,7 @@ def read_image(model: ViT, path: Path) -> Tensor:
         picture = decode(path, str(path))
     except BrokenImage as broken:
         raise UserError(f"'{broken.name}' cannot be read as an image: {broken.why}") from None
-    image = eval_image(picture, model.config.image_size, preprocess_of(model))
+    image = eval_image(picture, model.config.image_size, model.card.preprocess)
     return image.to(model.embed.weight.device, model.embed.weight.dtype)
 
 

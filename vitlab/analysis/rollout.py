@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.models.vit import ViT
 
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from vitlab.analysis.attention import each_attention
 from vitlab.analysis.rollout import rollout, to_grid
-from vitlab.config import Size, UserError
+from vitlab.errors import UserError
+from vitlab.models.config import Size
 from vitlab.models.resnet import ResNet
 from vitlab.models.vit import ViT
-from vitlab.weights import preprocess_of
 
 Floats = NDArray[np.float32]
 
@@ -26,7 +26,7 @@ class Steps:
     """What became of one picture. An axial block has two attention layers, so L counts twice as many of them."""
 
     pixels: Floats  # (height, width, 3) in [0, 1]: what the model sees
-    tokens: Floats  # (h, w, 3) in [0, 1]: the patch tokens before positions, in colours by PCA
+    tokens: Floats  # (h, w, 3) in [0, 1]: the patch tokens before positions, in colors by PCA
     positions: Floats  # (h, w, 3) in [0, 1]: the position embeddings likewise; zeros where the stem adds none
     depths: Floats  # (blocks, h, w, 3): the tokens after each block, a PCA each, signs as in the block before
     attention: Floats  # (L, H, h, w): where the class token looks (or all tokens, on average); each sums to 1
@@ -36,7 +36,7 @@ class Steps:
 
 @torch.no_grad()
 def five_steps(model: ViT, image: Tensor) -> Steps:
-    """The steps of one normalised image of the model's size, (3, height, width)."""
+    """The steps of one normalized image of the model's size, (3, height, width)."""
     model = vit_only(model)
     if image.ndim != 3:
         raise UserError(f"five_steps() takes one image, (3, height, width), not of shape {tuple(image.shape)}")
@@ -58,16 +58,16 @@ def five_steps(model: ViT, image: Tensor) -> Steps:
     through = rollout(passing())
     grid, lead = model.config.grid, int(model.config.token)
     seen = scores(caught[model.embed][0].flatten(1).T)
-    tokens, depths = coloured(seen, grid), []
+    tokens, depths = colored(seen, grid), []
     for block in model.blocks:
         seen = scores(caught[block][0, lead:], like=seen)
-        depths.append(coloured(seen, grid))
+        depths.append(colored(seen, grid))
     places = None if model.positions is None else scores(model.positions(0)[lead:])
     logits = caught[model][0] if model.head is not None else image.new_zeros(0)
     return Steps(
         pixels=shown(model, image),
         tokens=tokens,
-        positions=np.zeros((*grid, 3), np.float32) if places is None else coloured(places, grid),
+        positions=np.zeros((*grid, 3), np.float32) if places is None else colored(places, grid),
         depths=np.stack(depths),
         attention=array(torch.cat(looks)),
         rollout=array(to_grid(model, through)[0]),
@@ -86,8 +86,8 @@ def vit_only(model: nn.Module) -> ViT:
 
 
 def shown(model: ViT, image: Tensor) -> Floats:
-    """A normalised image as it looks, (height, width, 3) in [0, 1]."""
-    p = preprocess_of(model)
+    """A normalized image as it looks, (height, width, 3) in [0, 1]."""
+    p = model.card.preprocess
     pixels = array(image).transpose(1, 2, 0) * np.array(p.std, np.float32) + np.array(p.mean, np.float32)
     return pixels.clip(0, 1)
 
@@ -108,7 +108,7 @@ def scores(x: Tensor, like: Tensor | None = None) -> Tensor:
     return torch.where(signs < 0, -found, found)
 
 
-def coloured(scores: Tensor, grid: Size) -> Floats:
+def colored(scores: Tensor, grid: Size) -> Floats:
     """Scores (N, 3) as red, green and blue on the grid, (h, w, 3), each from 0 to 1; grey where all are alike."""
     low, high = scores.amin(0), scores.amax(0)
     share = torch.where(high > low, (scores - low) / (high - low), 0.5)

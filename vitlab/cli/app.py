@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vitlab.config import Stopped, UserError
+from vitlab.errors import Stopped, UserError
 from vitlab.terminal import Terminal, printable
 
 app = typer.Typer(

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from vitlab.cli.app import app, console
-from vitlab.config import UserError
+from vitlab.errors import UserError
 
 
 @app.command(
@@ -19,11 +19,11 @@ def data(
     workers: Annotated[int, typer.Option(help="Processes that decode.")] = 0,
 ) -> None:
     """Look at a set: classes, counts, sizes, broken files, duplicates across splits, and a picture of samples."""
-    from vitlab.data.look import class_warnings, contact_sheet, image_warnings, summarise, tables
-    from vitlab.data.sources import open_data
+    from vitlab.data.source import open_data
+    from vitlab.data.summary import class_warnings, contact_sheet, image_warnings, summarize, tables
 
     opened = open_data(source)
-    summary = summarise(opened, workers)
+    summary = summarize(opened, workers)
     for table in tables(summary):
         console.print(table)
     for line in class_warnings(opened) + image_warnings(summary):

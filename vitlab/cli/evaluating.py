@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 
 from vitlab.cli.app import app, console
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.terminal import printable
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def evaluate(
 def training_of(run: str, data: str) -> tuple[float, bool]:
     """The share that a run held out of this very set, to test it on no image it was trained on; and whether it has."""
     from vitlab.training.recipe import Recipe
-    from vitlab.training.start import stored_recipe
+    from vitlab.training.setup import stored_recipe
 
     recipe = stored_recipe(Path(run).expanduser())
     trained = recipe is not None and recipe.data.rstrip("/") == data.rstrip("/")
@@ -166,7 +166,7 @@ def vtab(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Other settings of the recipe: lr=0.003 image_size=224 ..."),
     ] = None,
-    tasks: Annotated[str, typer.Option(help="all, natural, specialised, structured, or names of tasks.")] = "all",
+    tasks: Annotated[str, typer.Option(help="all, natural, specialized, structured, or names of tasks.")] = "all",
     data: Annotated[Path | None, typer.Option(help="The folder of tasks; none: vtab-1k in the cache folder.")] = None,
     out: Annotated[Path, typer.Option(help="Where results grow, task by task.")] = Path("vtab"),
     steps: Annotated[int, typer.Option(help="Steps of each task.")] = 2500,
@@ -181,7 +181,7 @@ def vtab(
     """
     import os
 
-    from vitlab.data.splits import cache_folder
+    from vitlab.files import cache_folder
     from vitlab.studies.vtab import run_vtab
     from vitlab.studies.vtab_tasks import choose
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from vitlab.cli.app import app, console
-from vitlab.config import UserError
+from vitlab.errors import UserError
 
 
 @app.command(
@@ -39,14 +39,15 @@ def inspect(
     Of each image, in a folder of its own: attention rollout, attention by layer, single heads, the five steps.
     """
     from vitlab.analysis.gallery import FIGURES, Gallery, find_images
-    from vitlab.config import Size, parsed
     from vitlab.device import pick_device
+    from vitlab.models.config import Size
     from vitlab.models.resnet import ResNet
+    from vitlab.settings import parse_value
     from vitlab.weights import load
 
     layers, heads = numbers(layer, "--layer"), numbers(head, "--head")
     chosen = FIGURES if figures is None else tuple(word.strip() for word in figures.split(","))
-    size: Size | None = None if image_size is None else tuple(parsed(image_size, Size, "--image-size"))
+    size: Size | None = None if image_size is None else tuple(parse_value(image_size, Size, "--image-size"))
     paths = find_images(images or [])
     place = pick_device(device)
     model = load(run, image_size=size)

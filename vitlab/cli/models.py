@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from vitlab.cli.app import app, console
-from vitlab.config import UserError
+from vitlab.errors import UserError
 
 PHOTO = 110e3  # bytes of a photo, ImageNet's mean
 
@@ -109,11 +109,14 @@ def convert(
     """Write weights in another program's format, tensor for tensor. What that cannot express is refused."""
     from typing import get_type_hints
 
-    from vitlab.config import Size, parse_settings
+    from vitlab.models.config import Size
+    from vitlab.settings import parse_settings
     from vitlab.weights.convert import convert
-    from vitlab.weights.reading import Traits
+    from vitlab.weights.formats.base import FormatDefaults
 
-    hints = {key: hint for key, hint in get_type_hints(Traits).items() if key != "preprocess"} | {"image_size": Size}
+    hints = {key: hint for key, hint in get_type_hints(FormatDefaults).items() if key != "preprocess"} | {
+        "image_size": Size
+    }
     convert(source, target, to, format=format, **parse_settings(settings or [], hints))
     console.print(f"{target} is written", highlight=False, markup=False)
 
@@ -122,8 +125,9 @@ def model_settings(pairs: list[str]) -> dict[str, Any]:
     """`key=value` words as arguments of `vitlab.create`."""
     from typing import get_type_hints
 
-    from vitlab.config import Size, parse_settings
+    from vitlab.models.config import Size
     from vitlab.models.variants import create
+    from vitlab.settings import parse_settings
 
     hints = get_type_hints(create) | {"image_size": Size}
     return parse_settings(pairs, {key: hint for key, hint in hints.items() if key not in ("name", "return")})

@@ -21,7 +21,7 @@ def report(
 
     `vitlab finetune` and `vitlab train` do so themselves when they end. The page is one file.
     """
-    from vitlab.training.signals import stoppable
+    from vitlab.signals import stoppable
 
     with stoppable("stopped; the folder is as it was"):
         from vitlab.report import write_report  # takes seconds, in which signals may come

@@ -12,14 +12,14 @@ import typer
 from rich.table import Table
 
 from vitlab.cli.app import app, console
-from vitlab.config import UserError
-from vitlab.training.signals import stoppable
+from vitlab.errors import UserError
+from vitlab.signals import stoppable
 
 if TYPE_CHECKING:
-    from vitlab.data.sources import Source
-    from vitlab.evaluation.extract import Extracted
+    from vitlab.data.source import ImageSource
+    from vitlab.evaluation.extract import Features as Features_
     from vitlab.evaluation.fewshot import FewShot
-    from vitlab.evaluation.neighbours import Neighbours
+    from vitlab.evaluation.neighbors import Neighbors
     from vitlab.evaluation.probe import Probe
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, a file of weights or a hub id.")]
@@ -61,8 +61,8 @@ def fewshot(
 
     Features are computed once; each draw is then solved in closed form, so nothing is trained and nothing tuned.
     """
-    from vitlab.evaluation.extract import progress
     from vitlab.evaluation.fewshot import check, few_shot
+    from vitlab.terminal import progress
 
     numbers = [None if word == "all" else count(word, "--shots") for word in words(shots, "--shots")]
     penalties = [amount(word, "--l2") for word in words(l2, "--l2")]
@@ -111,20 +111,20 @@ def probe(
     l2: Annotated[
         str, typer.Option(help="Penalties to choose from, on images set aside; one is taken as it is.")
     ] = "1e-5,1e-4,1e-3,1e-2,1e-1",
-    k: Annotated[str, typer.Option("--k", help="Numbers of neighbours; each gets a row.")] = "10,20",
-    temperature: Annotated[float, typer.Option(help="Of the neighbours' votes: small trusts the nearest.")] = 0.07,
+    k: Annotated[str, typer.Option("--k", help="Numbers of neighbors; each gets a row.")] = "10,20",
+    temperature: Annotated[float, typer.Option(help="Of the neighbors' votes: small trusts the nearest.")] = 0.07,
     keep: Keep = None,
     json_file: Json = None,
     batch: Batch = None,
     workers: Workers = None,
     device: Device = "auto",
 ) -> None:
-    """What the model's frozen features know: a linear probe, and k nearest neighbours.
+    """What the model's frozen features know: a linear probe, and k nearest neighbors.
 
     The penalty is chosen on validation images, or on a fifth of each class; the final fit is to all training images.
     """
     from vitlab.device import pick_device
-    from vitlab.evaluation import fewshot, neighbours
+    from vitlab.evaluation import fewshot, neighbors
     from vitlab.evaluation.probe import linear_probe
 
     penalties = [amount(word, "--l2") for word in words(l2, "--l2")]
@@ -132,7 +132,7 @@ def probe(
     check_writable(json_file)
     features = Features(run, data, keep, batch, workers, device)
     d = features.data
-    neighbours.check(numbers, temperature, len(d.train))
+    neighbors.check(numbers, temperature, len(d.train))
     notes = fewshot.check(d.train.labels, d.test.labels, classes=d.classes)
     own = d.validation if len(penalties) > 1 else None
     if own is not None:
@@ -144,13 +144,13 @@ def probe(
         train, test = features.of(d.train, "train"), features.of(d.test, "test")
         validation = None if own is None else features.of(own, "validation")
         linear = linear_probe(train, test, validation, l2=penalties, device=place)
-        near = list(neighbours.neighbours(train, test, k=numbers, temperature=temperature, device=place))
+        near = list(neighbors.knn(train, test, k=numbers, temperature=temperature, device=place))
     if linear.tried:
         console.print(sweep_table(linear, "a fifth of each class" if own is None else "the validation images"))
     console.print(probe_table(linear, near))
     notes += probe_notes(linear)
     say(notes)
-    found = {"linear": linear_json(linear), "neighbours": [vars(r) | {"accuracy": r.accuracy} for r in near]}
+    found = {"linear": linear_json(linear), "neighbors": [vars(r) | {"accuracy": r.accuracy} for r in near]}
     write_json(json_file, features.about(train, test) | found | {"temperature": temperature, "notes": notes})
 
 
@@ -163,13 +163,13 @@ def sweep_table(linear: "Probe", judge: str) -> Table:
     return table
 
 
-def probe_table(linear: "Probe", near: Sequence["Neighbours"]) -> Table:
+def probe_table(linear: "Probe", near: Sequence["Neighbors"]) -> Table:
     table = Table("probe", "setting", caption=f"On {linear.images:,} test images.")
     for heading in ("accuracy", "right"):
         table.add_column(heading, justify="right")
     table.add_row("linear", f"l2 {linear.linear.l2:g}", f"{linear.accuracy:.2%}", f"{linear.hits:,}")
     for r in near:
-        table.add_row("nearest neighbours", f"k {r.k}", f"{r.accuracy:.2%}", f"{r.hits:,}")
+        table.add_row("nearest neighbors", f"k {r.k}", f"{r.accuracy:.2%}", f"{r.hits:,}")
     return table
 
 
@@ -206,7 +206,7 @@ class Features:
     def __init__(
         self, run: str, data: str, keep: Path | None, batch: int | None, workers: int | None, device: str
     ) -> None:
-        from vitlab.data.sources import open_data
+        from vitlab.data.source import open_data
         from vitlab.weights import load
 
         self.run, self.name, self.model, self.data = run, data, load(run), open_data(data)
@@ -220,7 +220,7 @@ class Features:
         line = f"{d.name}: {len(d.train):,} training and {len(d.test):,} test images, {d.note}; features are {where}"
         console.print(line, soft_wrap=True)
 
-    def of(self, source: "Source", split: str) -> "Extracted":
+    def of(self, source: "ImageSource", split: str) -> "Features_":
         from vitlab.evaluation.extract import extract
 
         return extract(
@@ -233,7 +233,7 @@ class Features:
             title=f"{split} features",
         )
 
-    def about(self, train: "Extracted", test: "Extracted") -> dict[str, Any]:
+    def about(self, train: "Features_", test: "Features_") -> dict[str, Any]:
         images = {"train": len(train.labels), "test": len(test.labels)}
         return {"run": self.run, "data": self.name, "images": images, "width": train.values.shape[1]}
 

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from vitlab.cli.app import app, console
 from vitlab.cli.models import number
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.terminal import printable
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ def serve(
 
 def read_formats(text: str) -> tuple[str, ...]:
     """Pillow's names for a comma-separated list."""
-    from vitlab.config import listed
     from vitlab.data.decoder import readers
+    from vitlab.text import listed
 
     names = tuple(word.strip().upper() for word in text.split(","))
     for name in names:

@@ -7,11 +7,11 @@ import typer
 from rich.table import Table
 
 from vitlab.cli.app import app, console
-from vitlab.config import Stopped, UserError
-from vitlab.training.signals import stoppable
+from vitlab.errors import Stopped, UserError
+from vitlab.signals import stoppable
 
 if TYPE_CHECKING:
-    from vitlab.training.loop import Outcome
+    from vitlab.training.loop import TrainResult
     from vitlab.training.recipe import Recipe
 
 
@@ -40,7 +40,7 @@ RunSettings = Annotated[
 Out = Annotated[Path, typer.Option("--out", help="The run's folder.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out as if nothing had happened.")]
 Accept = Annotated[bool, typer.Option("--accept-data-changes", help="Continue although files of the data changed.")]
-SMALLER = "give smaller weights with --from, or set a smaller image_size"
+SMALLER = "give smaller weights with --weights, or set a smaller image_size"
 EARLY = "stopped before the first step; the same command starts again"
 
 
@@ -62,10 +62,10 @@ def train(
     Ctrl-C saves first. When it ends, the folder is a model that every other verb takes.
     """
     with stoppable(EARLY):
-        from vitlab.recipes import find, ready
         from vitlab.training.parallel import restarted
         from vitlab.training.recipe import override
-        from vitlab.training.start import continued_recipe
+        from vitlab.training.recipes import find, ready
+        from vitlab.training.setup import continued_recipe
 
         pairs, resume = settings or [], resume or restarted()
         if recipe is None or "=" in recipe:  # the folder knows its recipe
@@ -78,29 +78,29 @@ def train(
 
 
 @app.command(
-    epilog="Examples: [bold]vitlab finetune photos/ --from google/vit-base-patch16-224[/bold], "
-    "[bold]vitlab finetune oxford-pets --from weights.npz epochs=3 lr=0.003 --out runs/pets[/bold]",
+    epilog="Examples: [bold]vitlab finetune photos/ --weights google/vit-base-patch16-224[/bold], "
+    "[bold]vitlab finetune oxford-pets --weights weights.npz epochs=3 lr=0.003 --out runs/pets[/bold]",
 )
 def finetune(
     data: Annotated[str, typer.Argument(help="A folder of class folders, or any other source of images.")],
     settings: RunSettings = None,
-    weights: Annotated[str | None, typer.Option("--from", help="Weights to start from; none: from scratch.")] = None,
+    weights: Annotated[str | None, typer.Option("--weights", help="Weights to start from; none: from scratch.")] = None,
     out: Out = Path("run"),
     resume: Resume = False,
     accept: Accept = False,
 ) -> None:
     """Teach a trained model your classes. What you do not set is chosen to fit the data and this machine."""
     with stoppable(EARLY):
-        from vitlab.training.memory import memory_errors
-        from vitlab.training.parallel import joined, restarted
-        from vitlab.training.start import continued_recipe
+        from vitlab.device import memory_errors
+        from vitlab.training.parallel import process_group, restarted
+        from vitlab.training.setup import continued_recipe
 
         pairs, resume = settings or [], resume or restarted()
         given = [f"data={data}", *([f"weights={weights}"] if weights else []), *pairs]
         if resume and (stored := continued_recipe(out, given)) is not None:
             run_recipe(stored, out, resume, accept)
             return
-        with joined(device_of(pairs)) as cluster, memory_errors("looking at the data and the model", SMALLER):
+        with process_group(device_of(pairs)) as cluster, memory_errors("looking at the data and the model", SMALLER):
             recipe = cluster.agree(lambda: advised(data, weights, pairs))
             outcome = go(recipe, out, resume, accept)
         report_on(outcome, recipe.device)
@@ -108,7 +108,7 @@ def finetune(
 
 def advised(data: str, weights: str | None, pairs: list[str]) -> "Recipe":
     """A recipe for these images and this machine, and why it is that one."""
-    from vitlab.training.advise import finetune_recipe
+    from vitlab.training.auto import finetune_recipe
 
     advice = finetune_recipe(data, weights, pairs)
     for line in advice.lines:
@@ -128,10 +128,10 @@ def run_recipe(recipe: "Recipe", out: Path, resume: bool, accept: bool = False) 
     report_on(go(recipe, out, resume, accept), recipe.device)
 
 
-def go(recipe: "Recipe", out: Path, resume: bool, accept: bool) -> "Outcome":
+def go(recipe: "Recipe", out: Path, resume: bool, accept: bool) -> "TrainResult":
     """Train, and say how it ended; of many processes, the first one speaks."""
+    from vitlab.text import duration
     from vitlab.training.loop import train
-    from vitlab.training.progress import duration
 
     outcome = train(recipe, out, resume=resume, accept_data_changes=accept, console=console)
     if outcome.first:
@@ -143,7 +143,7 @@ def go(recipe: "Recipe", out: Path, resume: bool, accept: bool) -> "Outcome":
     return outcome
 
 
-def report_on(outcome: "Outcome", device: str) -> None:
+def report_on(outcome: "TrainResult", device: str) -> None:
     """Write the report. The run itself is safe by now: what goes wrong here changes nothing.
 
     It is for the first of many processes, when they have parted: it takes its time, and nobody should wait for it.
@@ -171,9 +171,9 @@ def bench(
     seconds: Annotated[float, typer.Option(help="How long to measure each of the three speeds.")] = 10,
 ) -> None:
     """How fast a recipe trains on this machine, and whether the data or the model is what it waits for."""
-    from vitlab.bench import bench as measure
-    from vitlab.recipes import find
+    from vitlab.training.bench import bench as measure
     from vitlab.training.recipe import override
+    from vitlab.training.recipes import find
 
     if not 0 < seconds < float("inf"):
         raise UserError(f"--seconds must be positive, not {seconds:g}")
@@ -195,7 +195,7 @@ def recipes(
     name: Annotated[str | None, typer.Argument(help="One recipe, with all its settings.")] = None,
 ) -> None:
     """List the recipes with what they cost: the paper's tables, AugReg, and runs for one machine."""
-    from vitlab.recipes import RECIPES, command, find, length, operations, run_flops
+    from vitlab.training.recipes import RECIPES, command, find, length, operations, run_flops
 
     if name is not None:
         entry = find(name)
@@ -221,7 +221,7 @@ def recipes(
 
 def settings_of(recipe: "Recipe") -> dict[str, object]:
     """A recipe's settings and those of its augmentation, as `key=value` would set them."""
-    from vitlab.config import to_json
+    from vitlab.settings import to_json
 
     said = to_json(recipe)
     return {**said, **said.pop("augment"), "augment": None}

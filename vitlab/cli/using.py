@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitlab.cli.app import app, console
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.terminal import Terminal, printable
 
 if TYPE_CHECKING:
+    from vitlab.predict.files import PredictSummary
     from vitlab.predict.formats import Kind
-    from vitlab.predict.many import Outcome
 
 Run = Annotated[str, typer.Argument(help="A run folder, a file of weights or a hub id.")]
 
@@ -48,9 +48,9 @@ def predict(
 
     Under torchrun each process takes its share and writes a part of its own: for --out x.csv, x.rank0.csv and so on.
     """
-    from vitlab.predict.many import predict_many
+    from vitlab.predict.files import predict_files
 
-    outcome = predict_many(
+    outcome = predict_files(
         run,
         paths,
         kind=chosen_format(as_json, as_csv, out),
@@ -76,7 +76,7 @@ def chosen_format(as_json: bool, as_csv: bool, out: Path | None) -> "Kind":
     return "table" if out is None else ENDINGS.get(out.suffix.lower(), "table")
 
 
-def tell_broken(outcome: "Outcome") -> None:
+def tell_broken(outcome: "PredictSummary") -> None:
     """On the standard error, after everything else: how many files could not be read, and which."""
     if not outcome.broken:
         return
@@ -101,7 +101,7 @@ def export(
         bool, typer.Option("--dynamic-size", help="Take images of any size, not only the model's.")
     ] = False,
     fp16: Annotated[bool, typer.Option("--fp16", help="Store and compute in half precision.")] = False,
-    int8: Annotated[bool, typer.Option("--int8", help="Quantise dense layers; needs --calibrate.")] = False,
+    int8: Annotated[bool, typer.Option("--int8", help="Quantize dense layers; needs --calibrate.")] = False,
     calibrate: Annotated[
         str | None, typer.Option(metavar="IMAGES", help="Pictures for --int8: a folder, a pattern or a data set.")
     ] = None,

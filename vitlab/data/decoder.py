@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from vitlab.config import Size
 from vitlab.data.av1 import largest_frame
+from vitlab.models.config import Size
 
 ORIENTATION = 0x0112  # the EXIF tag; from 5 on the picture lies on its side
 TURNS = {

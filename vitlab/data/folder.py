@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vitlab.config import UserError, valid_text
-from vitlab.data.draws import Ints
 from vitlab.data.images import EXTENSIONS, Shrink, decode
-from vitlab.data.splits import WORDS
+from vitlab.data.rng import Ints
+from vitlab.data.storage import WORDS
+from vitlab.errors import UserError
+from vitlab.text import valid_text
 
 log = logging.getLogger("vitlab")
 
 
-class Files:
+class FileSource:
     """Image files by path; paths are kept as one array of bytes, which workers share without copying."""
 
     groups = None
@@ -39,7 +40,7 @@ class Files:
         return decode(name, name, shrink)
 
 
-def splits(root: Path) -> dict[str, Files]:
+def splits(root: Path) -> dict[str, FileSource]:
     """The splits of a folder: train and test (or validation) folders where it has them, else one."""
     if not root.is_dir():
         raise UserError(f"there is no folder '{root}'")
@@ -55,7 +56,7 @@ def splits(root: Path) -> dict[str, Files]:
     classes = tuple(sorted({label for images in found.values() for label, _ in images}))
     number = {label: i for i, label in enumerate(classes)}
     return {
-        split: Files(named[split], [path for _, path in images], [number[label] for label, _ in images], classes)
+        split: FileSource(named[split], [path for _, path in images], [number[label] for label, _ in images], classes)
         for split, images in found.items()
     }
 

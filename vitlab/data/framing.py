@@ -2,7 +2,7 @@
 
 from PIL import Image
 
-from vitlab.config import Preprocess, Size
+from vitlab.models.config import Preprocess, Size
 
 FILTERS = {
     "nearest": Image.Resampling.NEAREST,
@@ -14,7 +14,7 @@ LONGEST = 50  # a picture this many times longer than wide is cut first: scaling
 
 
 def frame(image: Image.Image, size: Size, preprocess: Preprocess) -> Image.Image:
-    """Scale to cover `size / crop` and cut the centre, or stretch; of an extremely long picture only the middle."""
+    """Scale to cover `size / crop` and cut the center, or stretch; of an extremely long picture only the middle."""
     height, width = size
     kind = FILTERS[preprocess.interpolation]
     if preprocess.fit == "stretch":

@@ -4,10 +4,11 @@ OWNER/NAME@REVISION or OWNER/NAME:CONFIG@REVISION for a branch, a tag or a commi
 import re
 from pathlib import Path
 
-from vitlab.config import UserError, listed
-from vitlab.data.parquet import Rows
+from vitlab.data.parquet import ParquetSource
 from vitlab.data.parquet import splits as parquet_splits
-from vitlab.data.splits import split_of
+from vitlab.data.storage import split_of
+from vitlab.errors import UserError
+from vitlab.text import listed
 
 CONVERTED = "refs/convert/parquet"  # the branch on which the hub keeps its own parquet copy of any set
 
@@ -16,7 +17,7 @@ def is_id(spec: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@\w[\w./-]*)?", spec) is not None
 
 
-def splits(spec: str) -> dict[str, Rows]:
+def splits(spec: str) -> dict[str, ParquetSource]:
     """Downloaded once to the hub's own cache; offline (HF_HUB_OFFLINE=1, or no network) the cache is used."""
     name, _, revision = spec.partition("@")
     repo, _, config = name.partition(":")
@@ -46,7 +47,7 @@ def download(repo: str, revision: str | None) -> Path:
 
 def commit_of(source: object) -> str:
     """The commit of a set in the hub's cache, datasets--OWNER--NAME/snapshots/COMMIT/...; "" of any other."""
-    found = re.search(r"/snapshots/([0-9a-f]{40})/", source.files[0]) if isinstance(source, Rows) else None
+    found = re.search(r"/snapshots/([0-9a-f]{40})/", source.files[0]) if isinstance(source, ParquetSource) else None
     return found[1] if found else ""
 
 

@@ -15,14 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitlab.config import Preprocess, Size, UserError
-from vitlab.data.draws import ORDER, SHARDS, Ints, Keys, keys, permutation
 from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, targets
 from vitlab.data.resident import AT_ONCE, Resident, worth_holding
-from vitlab.data.sources import Source
-from vitlab.data.transforms import Augment, normalised
-from vitlab.data.workers import CHUNK, Broken, Chunk, Cutter, Order, read_chunks
+from vitlab.data.rng import ORDER, SHARDS, Ints, Keys, keys, permutation
+from vitlab.data.source import ImageSource
+from vitlab.data.transforms import Augment, normalize
+from vitlab.data.workers import CHUNK, AugmentedReader, Broken, Chunk, Order, read_chunks
 from vitlab.device import send
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess, Size
 
 log = logging.getLogger("vitlab")
 
@@ -34,7 +35,7 @@ BROKEN_LIMIT = 0.1  # share of a set that may be broken before training stops
 class Batch:
     """b images with labels; `targets` are smoothed and mixed, `index` is the place of each image in its source."""
 
-    images: Tensor  # (b, 3, h, w), normalised
+    images: Tensor  # (b, 3, h, w), normalized
     labels: Tensor  # (b,) int64
     targets: Tensor  # (b, K) float32
     index: Tensor  # (b,) int64
@@ -59,7 +60,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        source: Source,
+        source: ImageSource,
         image_size: Size,
         augment: Augment,
         preprocess: Preprocess,
@@ -106,7 +107,7 @@ class TrainLoader:
         chunk = min(CHUNK, math.ceil(each / max(1, self.workers)))
         ahead = max(2, math.ceil(2 * each / (chunk * max(1, self.workers))))  # two batches, over all workers
         orders = (part for number in itertools.count(step) for part in split(self.plan(number), chunk))
-        cutter = Cutter(self.source, self.size, self.preprocess, self.augment)
+        cutter = AugmentedReader(self.source, self.size, self.preprocess, self.augment)
         chunks = read_chunks(cutter, orders, self.workers, ahead, self.device.type == "cuda")
         for number in itertools.count(step):
             plan = self.plan(number)
@@ -165,7 +166,7 @@ class TrainLoader:
     def _finish(self, plan: Plan, pixels: Tensor, index: Tensor) -> Batch:
         labels = self.labels[index].to(self.device, non_blocking=True)
         goal = targets(labels, len(self.source.classes), self.augment.label_smoothing)
-        images, b = normalised(pixels, self.preprocess), len(plan.partner)
+        images, b = normalize(pixels, self.preprocess), len(plan.partner)
         if plan.mix is not None:
             partner = send(plan.partner, self.device)
             images, own = mix_images(images, plan.mix, partner)
@@ -202,7 +203,7 @@ class EvalLoader:
 
     def __init__(
         self,
-        source: Source,
+        source: ImageSource,
         image_size: Size,
         preprocess: Preprocess,
         *,
@@ -238,7 +239,7 @@ class EvalLoader:
             index = torch.arange(start, start + len(pixels))
             labels = self.labels[index].to(self.device, non_blocking=True)
             goal = targets(labels, len(self.source.classes), 0.0)
-            yield Batch(normalised(pixels, self.preprocess), labels, goal, index.to(self.device, non_blocking=True))
+            yield Batch(normalize(pixels, self.preprocess), labels, goal, index.to(self.device, non_blocking=True))
         self.kept = kept
 
     def _starts(self) -> range:
@@ -248,7 +249,7 @@ class EvalLoader:
         size = min(CHUNK, math.ceil(self.batch / max(1, self.workers)))
         parts = [range(s, min(s + self.batch, self.high)) for s in self._starts()]
         orders = ([(i, 0) for i in part[at : at + size]] for part in parts for at in range(0, len(part), size))
-        cutter = Cutter(self.source, self.size, self.preprocess, None)
+        cutter = AugmentedReader(self.source, self.size, self.preprocess, None)
         chunks = read_chunks(cutter, orders, self.workers, 4, self.device.type == "cuda")
         for part in parts:
             taken = itertools.islice(chunks, math.ceil(len(part) / size))

@@ -1,4 +1,4 @@
-"""Mixup and CutMix: each image of a batch is blended with its neighbour in the order of the epoch.
+"""Mixup and CutMix: each image of a batch is blended with its neighbor in the order of the epoch.
 
 Partners are the two places 2k and 2k + 1 of the global batch. The order is random, so the pairs are; and they do not
 depend on how many ranks share the batch, while hardly ever asking a rank for an image that is not its own.
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitlab.data.draws import CUTMIX, MIXUP, Floats, Ints, Keys, beta, uniforms
+from vitlab.data.rng import CUTMIX, MIXUP, Floats, Ints, Keys, beta, uniforms
 from vitlab.data.transforms import Augment
 from vitlab.device import send
 
@@ -46,8 +46,8 @@ def draw_mix(key: Keys, augment: Augment) -> Mix | None:
         own = np.where(cut, 1.0, np.maximum(share, 1 - share))  # an image stays mostly itself
     if augment.cutmix:
         half = np.sqrt(1 - beta(key, CUTMIX + 100, augment.cutmix))[:, None] / 2
-        centre = uniforms(key, CUTMIX, 3)[:, :2]
-        box = np.where(cut[:, None], np.concatenate([centre - half, centre + half], 1).clip(0, 1), 0.0)
+        center = uniforms(key, CUTMIX, 3)[:, :2]
+        box = np.where(cut[:, None], np.concatenate([center - half, center + half], 1).clip(0, 1), 0.0)
     return Mix(own, box)
 
 

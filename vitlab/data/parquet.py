@@ -22,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitlab.config import UserError
-from vitlab.data.draws import Ints
 from vitlab.data.images import BrokenImage, Shrink, decode
 from vitlab.data.pieces import Pieces
-from vitlab.data.splits import by_split, cache_folder, locked, numbered
+from vitlab.data.rng import Ints
+from vitlab.data.storage import by_split, numbered
+from vitlab.errors import UserError
+from vitlab.files import cache_folder, file_lock
 
 PATIENCE, SLOWEST = 20, 2 << 20  # seconds for any copy, and for each so many bytes one more
 log = logging.getLogger("vitlab")
@@ -45,7 +46,7 @@ class Copy:
         return len(self.index["label"])
 
 
-class Rows:
+class ParquetSource:
     """The rows of parquet files, one after another."""
 
     groups = None
@@ -81,7 +82,7 @@ class Rows:
             raise BrokenImage(self.name(index), broken.why) from None
 
 
-def splits(files: Iterable[Path], root: Path) -> dict[str, Rows]:
+def splits(files: Iterable[Path], root: Path) -> dict[str, ParquetSource]:
     """The splits that the files' names tell apart."""
     files = list(files)
     for file in files:
@@ -92,7 +93,7 @@ def splits(files: Iterable[Path], root: Path) -> dict[str, Rows]:
     classes = agreed([copy for each in copies.values() for copy in each], root)
     number = {name: i for i, name in enumerate(classes)}
     return {
-        split: Rows(grouped[split], each, np.concatenate([labels_of(copy, number) for copy in each]), classes)
+        split: ParquetSource(grouped[split], each, np.concatenate([labels_of(copy, number) for copy in each]), classes)
         for split, each in copies.items()
     }
 
@@ -129,7 +130,7 @@ def flat(path: str) -> Copy:
     name = cache_folder() / "flat" / hashlib.sha256(os.fsencode(state)).hexdigest()[:20]
     try:
         name.parent.mkdir(parents=True, exist_ok=True)
-        with locked(f"{name}.lock"):  # ranks that want the same copy wait for one
+        with file_lock(f"{name}.lock"):  # ranks that want the same copy wait for one
             if not Path(f"{name}.npz").exists():
                 make(path, str(name), about.st_size)
         with np.load(f"{name}.npz", allow_pickle=False) as kept:
@@ -155,7 +156,7 @@ def make(path: str, name: str, size: int) -> None:
         "OMP_NUM_THREADS": "1",
     }
     # -P: no module of the folder the user happens to be in
-    command = [sys.executable, "-P", "-m", "vitlab.data.flat", path, part]
+    command = [sys.executable, "-P", "-m", "vitlab.data.parquet_reader", path, part]
     try:
         done = subprocess.run(command, capture_output=True, timeout=PATIENCE + size / SLOWEST, env=os.environ | plain)
         outcome = (

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitlab.data.draws import LAYERS, Floats, Ints, Keys, uniforms
+from vitlab.data.rng import LAYERS, Floats, Ints, Keys, uniforms
 from vitlab.data.transforms import Augment
 from vitlab.device import send
 
@@ -29,16 +29,17 @@ LUMA = (19595, 38470, 7471)  # of red, green and blue in a grey, out of 65536
 
 MOVES = ("rotate", "shear x", "shear y", "translate x", "translate y")  # with a sign
 TABLES = ("posterize", "solarize", "solarize add", "brightness", "invert", "contrast", "autocontrast", "equalize")
-OPERATIONS = (*MOVES, *TABLES, "colour", "sharpness", "cutout")
+OPERATIONS = (*MOVES, *TABLES, "color", "sharpness", "cutout")
 
 
 def randaugment(pixels: Tensor, key: Keys, augment: Augment) -> Tensor:
     """Bytes in, bytes out, (n, 3, h, w)."""
-    draws = uniforms(key, LAYERS, 4 * augment.layers).reshape(len(key), augment.layers, 4)
+    layers, magnitude = augment.randaugment
+    draws = uniforms(key, LAYERS, 4 * layers).reshape(len(key), layers, 4)
     for layer in draws.transpose(1, 0, 2):
         chosen = (layer[:, 0] * len(OPERATIONS)).astype(np.int64)
         sign = np.where(layer[:, 1] < 0.5, -1.0, 1.0)
-        pixels = operate(pixels, chosen, augment.magnitude / 10, sign, layer[:, 2:])
+        pixels = operate(pixels, chosen, magnitude / 10, sign, layer[:, 2:])
     return pixels
 
 
@@ -54,7 +55,7 @@ def operate(pixels: Tensor, chosen: Ints, level: float, sign: Floats, place: Flo
 
     apply(MOVES, lambda x, at: moved(x, matrices(chosen[at], level * sign[at], x.shape[2], x.shape[3])))
     apply(TABLES, lambda x, at: looked_up(x, chosen[at] - len(MOVES), level))
-    apply(("colour",), lambda x, at: blended(grey(x)[:, None].float(), x, strength(level)))
+    apply(("color",), lambda x, at: blended(grey(x)[:, None].float(), x, strength(level)))
     apply(("sharpness",), lambda x, at: sharpened(x, strength(level)))
     apply(("cutout",), lambda x, at: cutout(x, level, place[at]))
     return out
@@ -69,13 +70,13 @@ def strength(level: float) -> float:
 
 
 def matrices(chosen: Ints, level: Floats, h: int, w: int) -> Floats:
-    """From a pixel to where it comes from, (n, 2, 3), x first; pixels have their centres at halves."""
+    """From a pixel to where it comes from, (n, 2, 3), x first; pixels have their centers at halves."""
     m = np.zeros((len(chosen), 2, 3))
     m[:, 0, 0] = m[:, 1, 1] = 1
     turn = np.where(chosen == 0, np.radians(30) * level, 0.0)
     cos, sin = np.cos(turn), np.sin(turn)
     m[:, 0, 0], m[:, 0, 1], m[:, 1, 0], m[:, 1, 1] = cos, sin, -sin, cos
-    m[:, 0, 2] = w / 2 - cos * w / 2 - sin * h / 2  # about the centre
+    m[:, 0, 2] = w / 2 - cos * w / 2 - sin * h / 2  # about the center
     m[:, 1, 2] = h / 2 + sin * w / 2 - cos * h / 2
     m[:, 0, 1] -= np.where(chosen == 1, 0.3 * level, 0.0)  # the authors shear about the corner
     m[:, 1, 0] -= np.where(chosen == 2, 0.3 * level, 0.0)
@@ -173,7 +174,7 @@ def blended(base: Tensor, pixels: Tensor, factor: float) -> Tensor:
 
 
 def sharpened(pixels: Tensor, factor: float) -> Tensor:
-    """Away from, or towards, a smoothed image; the border has too few neighbours and stays."""
+    """Away from, or towards, a smoothed image; the border has too few neighbors and stays."""
     x = pixels.float()
     smooth = x.clone()
     if min(x.shape[2:]) > 2:
@@ -185,7 +186,7 @@ def sharpened(pixels: Tensor, factor: float) -> Tensor:
 def cutout(pixels: Tensor, level: float, place: Floats) -> Tensor:
     """A grey square around a random point of each image."""
     h, w = pixels.shape[2:]
-    centre = send(place * [h, w], pixels.device)
-    y = (torch.arange(h, device=pixels.device) + 0.5 - centre[:, :1]).abs() < HOLE * level * h  # (n, h)
-    x = (torch.arange(w, device=pixels.device) + 0.5 - centre[:, 1:]).abs() < HOLE * level * w  # (n, w)
+    center = send(place * [h, w], pixels.device)
+    y = (torch.arange(h, device=pixels.device) + 0.5 - center[:, :1]).abs() < HOLE * level * h  # (n, h)
+    x = (torch.arange(w, device=pixels.device) + 0.5 - center[:, 1:]).abs() < HOLE * level * w  # (n, w)
     return pixels.masked_fill((y[:, :, None] & x[:, None, :])[:, None], GREY)

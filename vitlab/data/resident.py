@@ -18,15 +18,16 @@ from rich.progress import track
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vitlab.config import Interpolation, Preprocess, Size, UserError
-from vitlab.data.draws import Floats, Ints, Keys
 from vitlab.data.framing import FILTERS
 from vitlab.data.images import BrokenImage
 from vitlab.data.randaugment import randaugment
-from vitlab.data.sources import Source
+from vitlab.data.rng import Floats, Ints, Keys
+from vitlab.data.source import ImageSource
 from vitlab.data.transforms import Augment, boxes, flips, to_pixels
 from vitlab.data.workers import CHUNK, Broken, Chunk, Order, read_chunks
 from vitlab.device import send
+from vitlab.errors import UserError
+from vitlab.models.config import Interpolation, Preprocess, Size
 
 log = logging.getLogger("vitlab")
 
@@ -38,7 +39,7 @@ LOOK = 64  # images whose sizes are looked at
 AT_ONCE = 1 << 28  # bytes of float pixels cut, augmented and mixed at a time
 
 
-def worth_holding(source: Source, size: Size, device: torch.device) -> bool:
+def worth_holding(source: ImageSource, size: Size, device: torch.device) -> bool:
     """Whether the set fits in the device's memory and gains from being there; the same answer on every run."""
     if source.groups is not None or (device.type == "cpu" and max(size) > CPU_SIDE):
         return False
@@ -56,7 +57,9 @@ def budget(device: torch.device) -> int:
 class Resident:
     """The set on the device; `good` leads from a broken image to the one that stands in for it."""
 
-    def __init__(self, source: Source, size: Size, preprocess: Preprocess, workers: int, device: torch.device) -> None:
+    def __init__(
+        self, source: ImageSource, size: Size, preprocess: Preprocess, workers: int, device: torch.device
+    ) -> None:
         self.size, self.preprocess, self.device = size, preprocess, device
         self.stored = stored_size(source, size, budget(device))
         self.ratio: Floats = np.ones(len(source))
@@ -65,7 +68,7 @@ class Resident:
         self._fill(source, workers)
         self.good = stand_ins(len(source), [index for index, _, _ in self.broken])
 
-    def _fill(self, source: Source, workers: int) -> None:
+    def _fill(self, source: ImageSource, workers: int) -> None:
         n = len(source)
         orders = [[(i, 0) for i in range(s, min(s + CHUNK, n))] for s in range(0, n, CHUNK)]
         chunks = read_chunks(Shelver(source, self.stored, self.preprocess), orders, workers, 4, False)
@@ -105,7 +108,7 @@ class Resident:
 class Shelver(Dataset[Chunk]):
     """Runs in the workers: whole pictures, stretched to the stored size; broken ones stay black."""
 
-    source: Source
+    source: ImageSource
     size: Size
     preprocess: Preprocess
 
@@ -127,7 +130,7 @@ class Shelver(Dataset[Chunk]):
         return Chunk(pixels, torch.tensor([index for index, _ in order]), tuple(broken), "", ratio)
 
 
-def stored_size(source: Source, size: Size, room: int) -> Size:
+def stored_size(source: ImageSource, size: Size, room: int) -> Size:
     """The largest sides that fit, up to twice the input's and never beyond the pictures' own."""
     height = width = 1
     for index in np.unique(np.linspace(0, len(source) - 1, LOOK).astype(int)).tolist():
@@ -158,11 +161,11 @@ def stand_ins(n: int, broken: list[int]) -> Ints:
 def weights(low: Tensor, high: Tensor, size: int, stored: int, kind: Interpolation) -> Tensor:
     """(c, size, stored): row i holds how pixel i of the result draws on the stored pixels between low and high."""
     scale = ((high - low) / size)[:, None, None]
-    centre = low[:, None, None] + (torch.arange(size, device=low.device)[:, None] + 0.5) * scale  # (c, size, 1)
+    center = low[:, None, None] + (torch.arange(size, device=low.device)[:, None] + 0.5) * scale  # (c, size, 1)
     pixel = torch.arange(stored, device=low.device)
     if kind == "nearest":
-        return (pixel == centre.floor().clamp(0, stored - 1)).float()
-    weight = FILTER[kind]((pixel + 0.5 - centre) / scale.clamp(min=1))
+        return (pixel == center.floor().clamp(0, stored - 1)).float()
+    weight = FILTER[kind]((pixel + 0.5 - center) / scale.clamp(min=1))
     return weight / weight.sum(2, keepdim=True)
 
 

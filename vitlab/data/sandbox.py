@@ -24,9 +24,11 @@ from typing import Any
 
 from PIL import Image
 
-from vitlab.config import Preprocess, Size, UserError, check_types, from_json, to_json
 from vitlab.data.decoder import Shrink, Undecodable, unpack
 from vitlab.data.framing import frame
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess, Size
+from vitlab.settings import check_types, from_json, to_json
 
 LENGTH = struct.Struct("<I")
 LARGEST_HEADER = 1 << 20

@@ -24,11 +24,13 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import track
 
-from vitlab.config import MOST_CLASSES, UserError
-from vitlab.data.draws import Ints
 from vitlab.data.images import EXTENSIONS, Shrink, decode
 from vitlab.data.pieces import KEEP, Pieces
-from vitlab.data.splits import ALL_LABELS, LONGEST_LABEL, by_split, cache_folder, locked, numbered
+from vitlab.data.rng import Ints
+from vitlab.data.storage import ALL_LABELS, LONGEST_LABEL, by_split, numbered
+from vitlab.errors import UserError
+from vitlab.files import cache_folder, file_lock
+from vitlab.models.config import MOST_CLASSES
 
 PIPE = "pipe:"
 NUMBER = re.compile(r"-?[0-9]{1,18}")
@@ -40,7 +42,7 @@ def is_shards(spec: str) -> bool:
     return spec.startswith(PIPE) or spec.endswith(".tar")
 
 
-class Shards:
+class ShardSource:
     """Images inside tar files, by file, offset and length."""
 
     def __init__(self, urls: list[str], index: dict[str, NDArray[Any]], labels: Ints, classes: tuple[str, ...]) -> None:
@@ -65,7 +67,7 @@ class Shards:
         return decode(self.pieces.picture(*place, name), name, shrink)
 
 
-def splits(spec: str) -> dict[str, Shards]:
+def splits(spec: str) -> dict[str, ShardSource]:
     """The splits that the shards' names tell apart; class names from a classes.txt beside local ones."""
     urls = expand(spec)
     root = "" if spec.startswith(PIPE) else os.path.commonpath([os.path.dirname(url) for url in urls])
@@ -85,7 +87,7 @@ def splits(spec: str) -> dict[str, Shards]:
     for split, parts in grouped.items():
         labels = map(text, tables[split]["label"])
         numbers = [int(word) if numeric else number.get(word, -1) for word in labels]
-        found[split] = Shards(parts, tables[split], np.array(numbers, np.int64), classes)
+        found[split] = ShardSource(parts, tables[split], np.array(numbers, np.int64), classes)
     return found
 
 
@@ -237,7 +239,7 @@ def fetch(url: str) -> io.FileIO:
     store = cache_folder() / "pipes"
     store.mkdir(parents=True, exist_ok=True)
     path = store / f"{tag(url)}.tar"
-    with locked(str(path.with_suffix(".lock"))):  # workers that want the same shard wait for one
+    with file_lock(str(path.with_suffix(".lock"))):  # workers that want the same shard wait for one
         try:
             return open(path, "rb", buffering=0)
         except FileNotFoundError:

@@ -14,11 +14,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitlab.config import Preprocess, Size, UserError, check_rate, check_types
-from vitlab.data.draws import CROP, FLIP, Floats, Keys, uniforms
 from vitlab.data.framing import FILTERS, frame
 from vitlab.data.images import Shrink
+from vitlab.data.rng import CROP, FLIP, Floats, Keys, uniforms
 from vitlab.device import send
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess, Size
+from vitlab.settings import check_rate, check_types
 
 Crop = Literal["inception", "resize", "none"]
 
@@ -31,11 +33,10 @@ GAP = 2.0  # a picture may first be shrunk cheaply to this many times the size i
 class Augment:
     """What training does to images and labels."""
 
-    crop: Crop = "inception"  # "resize": the evaluation's scale at a random place; "none": its centre
+    crop: Crop = "inception"  # "resize": the evaluation's scale at a random place; "none": its center
     area: tuple[float, float] = (0.05, 1.0)  # least and largest share of the picture an inception crop keeps
     flip: bool = True
-    layers: int = 0  # RandAugment: operations per image
-    magnitude: float = 10.0
+    randaugment: tuple[int, float] = (0, 10.0)  # operations per image and their magnitude; 0: none
     mixup: float = 0.0  # alpha of the Beta distribution; 0: none
     cutmix: float = 0.0  # with both, each pair of images draws one of the two
     label_smoothing: float = 0.0
@@ -45,16 +46,16 @@ class Augment:
         check_rate(self, "label_smoothing")
         if not 0 < self.area[0] <= self.area[1] <= 1:
             raise UserError(f"area must be a least and a largest share between 0 and 1, not {self.area}")
-        if self.layers < 0 or self.magnitude < 0:
-            raise UserError(f"RandAugment needs layers and magnitude of 0 or more, not {self.layers}, {self.magnitude}")
+        if min(self.randaugment) < 0:
+            raise UserError(f"randaugment must be operations and magnitude of 0 or more, not {self.randaugment}")
         for name in ("mixup", "cutmix"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
 
 
 def eval_image(image: Image.Image, size: Size, preprocess: Preprocess) -> Tensor:
-    """One picture framed for evaluation, (3, h, w), normalised."""
-    return normalised(eval_pixels(image, size, preprocess)[None], preprocess)[0]
+    """One picture framed for evaluation, (3, h, w), normalized."""
+    return normalize(eval_pixels(image, size, preprocess)[None], preprocess)[0]
 
 
 def eval_pixels(image: Image.Image, size: Size, preprocess: Preprocess) -> Tensor:
@@ -66,7 +67,7 @@ def to_pixels(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)  # (3, h, w), uint8
 
 
-def normalised(pixels: Tensor, preprocess: Preprocess) -> Tensor:
+def normalize(pixels: Tensor, preprocess: Preprocess) -> Tensor:
     """Bytes (n, 3, h, w) as the model's float32 input."""
     mean, std = (send(np.array(x), pixels.device).reshape(3, 1, 1) for x in (preprocess.mean, preprocess.std))
     plain = pixels.to(torch.float32, memory_format=torch.contiguous_format)  # a layout that no chunking can change

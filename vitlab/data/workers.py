@@ -14,11 +14,12 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vitlab.config import Preprocess, Size, UserError
 from vitlab.data.images import BrokenImage, Shrink
 from vitlab.data.randaugment import randaugment
-from vitlab.data.sources import Source
+from vitlab.data.source import ImageSource
 from vitlab.data.transforms import Augment, boxes, cut, eval_pixels, flips, shrink_for
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess, Size
 
 log = logging.getLogger("vitlab")
 
@@ -45,10 +46,10 @@ class Chunk:
 
 
 @dataclass
-class Cutter(Dataset[Chunk]):
+class AugmentedReader(Dataset[Chunk]):
     """Reads and augments the images of a chunk; without an augment, frames them for evaluation."""
 
-    source: Source
+    source: ImageSource
     size: Size
     preprocess: Preprocess
     augment: Augment | None
@@ -81,7 +82,7 @@ class Cutter(Dataset[Chunk]):
         return Chunk(torch.stack(pixels), torch.tensor([index for index, _ in order]))
 
 
-def next_good(source: Source, index: int, shrink: Shrink | None) -> tuple[int, Image.Image, list[Broken]]:
+def next_good(source: ImageSource, index: int, shrink: Shrink | None) -> tuple[int, Image.Image, list[Broken]]:
     """The image at an index or, where it is broken, the first good one after it; and the broken ones passed over."""
     broken: list[Broken] = []
     for found in range(index, index + min(IN_A_ROW, len(source))):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vitlab.config import UserError
-from vitlab.data.draws import Ints
+from vitlab.data.rng import Ints
+from vitlab.errors import UserError
 
 NAMED = 3  # classes that an error names
 

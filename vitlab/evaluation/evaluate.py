@@ -7,7 +7,6 @@ import csv
 import dataclasses
 import io
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitlab.config import UserError, listed
-from vitlab.data.draws import Floats, Ints
-from vitlab.data.sources import Source, check, find_splits, open_data
+from vitlab.data.rng import Floats, Ints
+from vitlab.data.source import ImageSource, check, find_splits, open_data
+from vitlab.errors import UserError
 from vitlab.evaluation.classes import match_classes
 from vitlab.evaluation.extract import extract
 from vitlab.evaluation.real import CLASSES, Lists, Real, counted, image_numbers, real_hits
@@ -33,8 +32,9 @@ from vitlab.evaluation.scores import (
     per_class,
     top_hits,
 )
+from vitlab.files import write_text
 from vitlab.models.variants import Model
-from vitlab.weights import labels_of
+from vitlab.text import listed
 
 SPLITS = ("test", "validation", "train", "all")
 PAIRS = 20  # most confused pairs that are kept
@@ -94,7 +94,7 @@ class Evaluation:
         return [(self.names[i], self.names[j], int(wrong[i, j])) for i, j in pairs if wrong[i, j]]
 
 
-def open_split(spec: str, split: str, holdout: float = 0.2) -> tuple[Source, str]:
+def open_split(spec: str, split: str, holdout: float = 0.2) -> tuple[ImageSource, str]:
     """The images of one split (train, validation, test or all), and how they came about, in words."""
     if split == "all":
         found, _ = find_splits(spec)
@@ -106,7 +106,7 @@ def open_split(spec: str, split: str, holdout: float = 0.2) -> tuple[Source, str
     if split not in SPLITS:
         raise UserError(f"there is no split '{split}'; write {listed(SPLITS)}")
     data = open_data(spec, holdout=holdout)
-    chosen: Source | None = getattr(data, split)
+    chosen: ImageSource | None = getattr(data, split)
     if chosen is None:
         raise UserError(f"'{spec}' has no validation split of its own ({data.note}); use --split test or train")
     return chosen, data.note
@@ -114,7 +114,7 @@ def open_split(spec: str, split: str, holdout: float = 0.2) -> tuple[Source, str
 
 def evaluate(
     model: Model,
-    source: Source,
+    source: ImageSource,
     *,
     labels: tuple[str, ...] | None = None,
     real: Lists | None = None,
@@ -130,7 +130,7 @@ def evaluate(
     count = model.config.classes
     if count == 0:
         raise UserError("this model has no head, so it names no classes; fine-tune it first, or use fewshot or probe")
-    match = match_classes(labels or labels_of(model), count, source.classes)
+    match = match_classes(labels or model.card.labels, count, source.classes)
     files = tuple(source.name(i) for i in range(len(source)))
     numbers = None if real is None else find_real(files, real, count)
     logits = extract(
@@ -259,18 +259,18 @@ def plain(value: float) -> float | None:
 
 def write_json(found: Evaluation, path: Path, about: dict[str, Any]) -> None:
     """All scores, and before them what they are `about`."""
-    put(path, json.dumps({**about, **to_json(found)}, allow_nan=False) + "\n")
+    write_text(path, json.dumps({**about, **to_json(found)}, allow_nan=False) + "\n")
 
 
 def write_results(found: Evaluation, folder: Path, about: dict[str, Any]) -> None:
     """scores.json, per_class.csv, predictions.csv, confusion.png and calibration.png."""
     write_json(found, folder / "scores.json", about)
     table = class_table(found)
-    put(folder / "per_class.csv", as_csv(table[0], (row.values() for row in table)))
+    write_text(folder / "per_class.csv", as_csv(table[0], (row.values() for row in table)))
     truth, guess = ([found.names[i] for i in index.tolist()] for index in (found.labels, found.guesses))
     confidence = (f"{value:.6f}" for value in found.confidence)
     rows = zip(found.files, truth, guess, confidence, strict=True)
-    put(folder / "predictions.csv", as_csv(("image", "truth", "guess", "confidence"), rows))
+    write_text(folder / "predictions.csv", as_csv(("image", "truth", "guess", "confidence"), rows))
     from vitlab.plots import scores, style
 
     style.write(scores.confusion_figure(found.matrix, found.names), folder / "confusion")
@@ -283,14 +283,3 @@ def as_csv(heading: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     table.writerow(heading)
     table.writerows(rows)
     return text.getvalue()
-
-
-def put(path: Path, text: str) -> None:
-    """A file, whole or not at all."""
-    new = path.with_name(f".{path.name}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(text, "utf-8", "surrogateescape")  # paths that are no text keep their bytes
-        os.replace(new, path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -22,21 +22,22 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from vitlab.config import ResNetConfig, UserError, to_json
-from vitlab.data.draws import Ints
 from vitlab.data.images import BrokenImage
 from vitlab.data.loader import EvalLoader
-from vitlab.data.sources import Part, Source
+from vitlab.data.rng import Ints
+from vitlab.data.source import ImageSource, Subset
 from vitlab.device import has_bf16, pick_device, pick_workers
+from vitlab.errors import UserError
+from vitlab.files import fsync
+from vitlab.models.config import ResNetConfig
 from vitlab.models.variants import Model
-from vitlab.weights.files import brief, flush
-from vitlab.weights.store import preprocess_of
+from vitlab.settings import to_json
+from vitlab.terminal import progress
+from vitlab.text import brief
 
 What = Literal["features", "logits"]
 Values = NDArray[np.float32]
@@ -51,7 +52,7 @@ PAYS = 120  # seconds of the model's time left, from which compiling it takes le
 
 
 @dataclass(frozen=True)
-class Extracted:
+class Features:
     """One row of values for each image of a source, in its order."""
 
     values: Values  # (n, D)
@@ -60,7 +61,7 @@ class Extracted:
 
 def extract(
     model: Model,
-    source: Source,
+    source: ImageSource,
     *,
     what: What = "features",
     batch: int | None = None,
@@ -68,7 +69,7 @@ def extract(
     device: str = "auto",
     keep: Path | None = None,
     title: str = "features",
-) -> Extracted:
+) -> Features:
     """Every image exactly once, in the source's order, with a bar; a broken image is an error that names it.
 
     keep: a folder where finished pieces stay, so that an interrupted extraction goes on where it was; None: nothing
@@ -85,7 +86,7 @@ def extract(
     n, length = len(source), size * max(1, most // size)  # whole batches, so that every piece is cut the same way
     spans = [range(start, min(start + length, n)) for start in range(0, n, length)]
     half = has_bf16(place) and next(model.parameters()).dtype == torch.float32
-    shelf = None if keep is None else Shelf(keep, model_key(model, what, half), source)
+    shelf = None if keep is None else PieceCache(keep, model_key(model, what, half), source)
     values = np.empty((n, width(model, what)), np.float32)
     with progress(title, n) as advance:
         missing = [span for span in spans if shelf is None or not shelf.read(span, values, advance)]
@@ -101,10 +102,10 @@ def extract(
                     fill(values[span.start : span.stop], rows, advance)
                     if shelf is not None:
                         shelf.write(span, values)
-    return Extracted(values, source.labels)
+    return Features(values, source.labels)
 
 
-def check(model: Model, source: Source, what: What, batch: int) -> None:
+def check(model: Model, source: ImageSource, what: What, batch: int) -> None:
     if batch < 1:
         raise UserError(f"a batch needs at least one image, not {batch}")
     if len(source) == 0:
@@ -118,16 +119,6 @@ def width(model: Model, what: What) -> int:
     if what == "logits":
         return c.classes
     return c.channels if isinstance(c, ResNetConfig) else c.prelogits or c.width
-
-
-@contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere; call what it gives with the images that are done."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda images: bar.advance(task, images)
 
 
 # ---- computing
@@ -150,7 +141,7 @@ def working(model: Model, place: torch.device) -> Iterator[None]:
 
 
 class Runner:
-    """From normalised images (b, 3, h, w) to values (b, D); a GPU's model is compiled when the work left pays for it.
+    """From normalized images (b, 3, h, w) to values (b, D); a GPU's model is compiled when the work left pays for it.
 
     Compiling a ViT takes 5 to 30 seconds and then saves a sixth of the model's time or more (on an H200: B/16 from
     8,800 to 10,700 images a second, L/16 from 3,050 to 3,600), so it depends on the images left and on the GPU.
@@ -178,13 +169,13 @@ class Runner:
 
 
 def batches(
-    run: Runner, model: Model, source: Source, spans: list[range], batch: int, workers: int, place: torch.device
+    run: Runner, model: Model, source: ImageSource, spans: list[range], batch: int, workers: int, place: torch.device
 ) -> Iterator[Values]:
     """The values of the spans' images, batch by batch; no batch reaches from one span into the next."""
     index = np.concatenate([np.arange(span.start, span.stop) for span in spans])
-    part = Part(source, index)
+    part = Subset(source, index)
     loader = EvalLoader(
-        part, model.config.image_size, preprocess_of(model), batch=batch, workers=workers, device=place, resident=False
+        part, model.config.image_size, model.card.preprocess, batch=batch, workers=workers, device=place, resident=False
     )
     for found in loader.batches():
         values = run(found.images, len(found.images) == batch)
@@ -209,7 +200,7 @@ def fill(target: Values, rows: Iterator[Values], advance: Callable[[int], None])
 
 def model_key(model: Model, what: What, half: bool) -> str:
     """A hash of everything about a model that its values hang on."""
-    about = [to_json(model.config), to_json(preprocess_of(model)), what, "bf16" if half else "full"]
+    about = [to_json(model.config), to_json(model.card.preprocess), what, "bf16" if half else "full"]
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         plain = tensor.detach().cpu().contiguous()
@@ -218,10 +209,10 @@ def model_key(model: Model, what: What, half: bool) -> str:
     return digest.hexdigest()[:12]
 
 
-class Shelf:
+class PieceCache:
     """The finished pieces of one model in a folder."""
 
-    def __init__(self, folder: Path, model: str, source: Source) -> None:
+    def __init__(self, folder: Path, model: str, source: ImageSource) -> None:
         self.folder, self.model, self.source = folder, model, source
         self.paths: dict[range, Path] = {}  # as the images were before they were read
         try:
@@ -279,7 +270,7 @@ class Shelf:
         piece = values[span.start : span.stop]
         try:
             save_file({"values": piece}, new, {"sha256": checksum(piece)})
-            flush(new)
+            fsync(new)
             new.replace(path)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path} cannot be written: {brief(error)}") from None

@@ -1,8 +1,8 @@
-"""Few-shot accuracy: regularised least squares, in closed form, from frozen features to {-1, 1}^K.
+"""Few-shot accuracy: regularized least squares, in closed form, from frozen features to {-1, 1}^K.
 
 The features are z-scored by the mean and deviation of the support (the few images that are learned from) and get a
 constant column of 100 in place of a bias, so that the penalty hardly touches it. With X (n, D+1) and the targets
-Y = 2 onehot - 1 (n, K), the weights W minimise |XW - Y|^2 + l2 |W|^2:
+Y = 2 onehot - 1 (n, K), the weights W minimize |XW - Y|^2 + l2 |W|^2:
 
     W = (X'X + l2 I)^-1 X'Y                            normal equations
       = X' (XX' + l2 I)^-1 Y                           as (X'X + l2 I) X' = X' (XX' + l2 I)
@@ -28,10 +28,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vitlab.config import UserError
-from vitlab.data.draws import SUBSET, Floats, Ints, keys
-from vitlab.data.sources import pick
-from vitlab.evaluation.extract import Extracted, Values
+from vitlab.data.rng import SUBSET, Floats, Ints, keys
+from vitlab.data.source import pick
+from vitlab.errors import UserError
+from vitlab.evaluation.extract import Features, Values
 
 BIAS = 100.0
 LEAST = 1e-5  # added to every deviation
@@ -150,8 +150,8 @@ class FewShot:
 
 
 def few_shot(
-    train: Extracted,
-    test: Extracted,
+    train: Features,
+    test: Features,
     *,
     shots: Sequence[int | None] = (1, 5, 10, 25),
     l2: Sequence[float] = (L2,),

@@ -1,6 +1,6 @@
 """A linear probe: multinomial logistic regression on frozen, z-scored features, by L-BFGS to convergence.
 
-The weights W (D, K) and biases b (K,) minimise
+The weights W (D, K) and biases b (K,) minimize
 
     f = 1/n sum_i  -log softmax(x_i W + b)[y_i]  +  l2/2 |W|^2
 
@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitlab.config import UserError
-from vitlab.data.draws import HOLDOUT, Ints, keys
-from vitlab.data.sources import held_out, pick
-from vitlab.evaluation.extract import Extracted, Values, progress
+from vitlab.data.rng import HOLDOUT, Ints, keys
+from vitlab.data.source import held_out, pick
+from vitlab.errors import UserError
+from vitlab.evaluation.extract import Features, Values
 from vitlab.evaluation.fewshot import CHUNK, Standard, standard
+from vitlab.terminal import progress
 
 SWEEP = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 TOLERANCE = 1e-6  # largest entry of the gradient of f at which the solution is taken as found
@@ -89,7 +90,7 @@ def logistic(
 
     # n f rather than f: torch's L-BFGS learns from a step only where step times change of slope exceeds 1e-10
     limit = TOLERANCE * len(x) / 2
-    optimiser = torch.optim.LBFGS(
+    optimizer = torch.optim.LBFGS(
         [w],
         max_iter=STEPS,
         max_eval=2 * STEPS,
@@ -98,9 +99,9 @@ def logistic(
         history_size=HISTORY,
         line_search_fn="strong_wolfe",
     )
-    optimiser.step(closure)
+    optimizer.step(closure)
     slope = float(objective(x, y, about, w, l2, chunk)[1].abs().max()) / len(x)  # the last look may have been elsewhere
-    return Linear(about, w, l2, int(optimiser.state[w]["n_iter"]), slope)
+    return Linear(about, w, l2, int(optimizer.state[w]["n_iter"]), slope)
 
 
 @torch.no_grad()
@@ -148,9 +149,9 @@ class Probe:
 
 
 def linear_probe(
-    train: Extracted,
-    test: Extracted,
-    validation: Extracted | None = None,
+    train: Features,
+    test: Features,
+    validation: Features | None = None,
     *,
     l2: Sequence[float] = SWEEP,
     device: str | torch.device = "cpu",
@@ -182,7 +183,7 @@ def linear_probe(
     return Probe(tuple(tried), linear, hits, len(test.labels))
 
 
-def parts(train: Extracted, validation: Extracted | None) -> tuple[Extracted, Extracted]:
+def parts(train: Features, validation: Features | None) -> tuple[Features, Features]:
     """What the sweep learns from and what it is judged by."""
     if validation is not None:
         return train, validation
@@ -192,6 +193,6 @@ def parts(train: Extracted, validation: Extracted | None) -> tuple[Extracted, Ex
     if not aside.any():
         raise UserError("no class has two training images, so none can be set aside to choose l2 on; give one l2")
     return (
-        Extracted(train.values[~aside], train.labels[~aside]),
-        Extracted(train.values[aside], train.labels[aside]),
+        Features(train.values[~aside], train.labels[~aside]),
+        Features(train.values[aside], train.labels[aside]),
     )

@@ -13,9 +13,9 @@ from pathlib import Path, PurePath
 import numpy as np
 from numpy.typing import NDArray
 
-from vitlab.config import UserError
-from vitlab.data.draws import Ints
 from vitlab.data.images import EXTENSIONS
+from vitlab.data.rng import Ints
+from vitlab.errors import UserError
 
 CLASSES = 1000
 # ILSVRC2012_val_00000001, the same with a synset after it, or a bare number; a training image is called n01440764_10026

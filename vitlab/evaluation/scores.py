@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vitlab.config import UserError
-from vitlab.data.draws import Floats, Ints
+from vitlab.data.rng import Floats, Ints
+from vitlab.errors import UserError
 
 DRAWS = 2000  # resamples of a bootstrap
 LEVEL = 0.95

@@ -1,4 +1,4 @@
-"""The model as a graph that any runtime can run: attention in plain steps, kernels standardised once and for all and,
+"""The model as a graph that any runtime can run: attention in plain steps, kernels standardized once and for all and,
 where asked, positions that follow the size of the images inside the graph.
 
 Shapes: B batch, N tokens, D width, H heads, K head width, h and w patches down and across, h0 and w0 those the tables
@@ -36,7 +36,7 @@ class PlainPool(AttentionPool):
 
 
 class PlainConv(StdConv):
-    """A convolution whose kernel has been standardised already."""
+    """A convolution whose kernel has been standardized already."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.conv2d(x, self.weight, None, self.stride, self.padding)

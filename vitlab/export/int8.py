@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.export import onnx
-from vitlab.export.check import (
+from vitlab.export.compare import (
     BATCHES,
     LIMITS,
     Check,
@@ -22,12 +22,11 @@ from vitlab.export.check import (
     status,
 )
 from vitlab.export.graph import any_size, plain
-from vitlab.export.pictures import Pictures
-from vitlab.export.qdq import quantised
-from vitlab.export.quantise import Scale, calibrate, dense_layers, enough, margin_changes, ranked
+from vitlab.export.images import Pictures
+from vitlab.export.qdq import quantized
+from vitlab.export.quantize import Scale, calibrate, dense_layers, enough, margin_changes, ranked
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
-from vitlab.weights import preprocess_of
 
 CALIBRATED = 128  # pictures that ranges are taken from,
 WATCHED = 64  # of these, those on which layers are chosen, and
@@ -83,7 +82,7 @@ def write_int8(wanted: Wanted, place: Path, other: Path) -> Outcome:
     if model.config.classes < 2:
         raise UserError("int8 is chosen by the best class, and this model has fewer than two")
     calibration, measured, apart = shares(wanted)
-    how, size = preprocess_of(model), model.config.image_size
+    how, size = model.card.preprocess, model.config.image_size
     seen, pixels = calibration.pixels(size, how), measured.pixels(size, how)
     with tempfile.TemporaryDirectory(prefix=".", dir=place.parent) as folder:
         base = baseline(wanted, measured, pixels, Path(folder))
@@ -138,7 +137,7 @@ def baseline(wanted: Wanted, measured: Pictures, pixels: Tensor, folder: Path) -
         onnx.save(onnx.to_proto(module, wanted.model, wanted.dynamic_size), path, other)
         run = onnx_runner(path)
     checks = compare(run, wanted.model, measured, wanted.dynamic_size, LIMITS["fp32"])
-    logits = logits_of(run, pixels, preprocess_of(wanted.model), BATCHES[-1], "running float")
+    logits = logits_of(run, pixels, wanted.model.card.preprocess, BATCHES[-1], "running float")
     return Baseline(run, onnx.size_of(path, other), logits, checks)
 
 
@@ -167,8 +166,8 @@ def search(
         floats = tuple(order[: min(count, len(order) - 1)])  # at least one is tried, so that a refusal has its number
         chosen = {name: scale for name, scale in scales.items() if name not in floats}
         other.unlink(missing_ok=True)
-        onnx.save(quantised(proto, chosen), place, other)
-        share, difference = agreement(onnx_runner(place), logits, pixels, preprocess_of(wanted.model))
+        onnx.save(quantized(proto, chosen), place, other)
+        share, difference = agreement(onnx_runner(place), logits, pixels, wanted.model.card.preprocess)
         if share >= wanted.least:
             break
     return floats, share, difference

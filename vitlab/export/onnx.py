@@ -1,6 +1,6 @@
 """A graph as an ONNX file: written by torch's exporter, with everything beside the weights that a consumer needs.
 
-The input is `images`, float32 (batch, 3, height, width), normalised; the output is `logits`, float32 (batch, K).
+The input is `images`, float32 (batch, 3, height, width), normalized; the output is `logits`, float32 (batch, K).
 """
 
 import json
@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from vitlab import __version__
-from vitlab.config import UserError, ViTConfig, to_json
+from vitlab.errors import UserError
+from vitlab.models.config import ViTConfig
 from vitlab.models.variants import Model
-from vitlab.weights import labels_of, preprocess_of
+from vitlab.settings import to_json
 
 OPSET = 20  # the first with GELU as one operation
 LARGEST = 2_000_000_000  # bytes of weights in one file, whose format ends at 2 GiB
@@ -76,9 +77,9 @@ def to_proto(module: nn.Module, model: Model, any_size: bool) -> Any:
 
 def metadata(model: Model, any_size: bool) -> dict[str, str]:
     """What a consumer needs to feed the model and to read it; lists and objects as JSON."""
-    how = preprocess_of(model)
+    how = model.card.preprocess
     facts: dict[str, object] = {
-        "labels": labels_of(model),
+        "labels": model.card.labels,
         "image_size": model.config.image_size,
         "any_size": any_size,
         "stride": stride_of(model),

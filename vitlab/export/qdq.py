@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from vitlab.export.quantise import LEAST, Scale
+from vitlab.export.quantize import LEAST, Scale
 
 
-def quantised(proto: Any, scales: Mapping[str, Scale]) -> Any:
+def quantized(proto: Any, scales: Mapping[str, Scale]) -> Any:
     """A copy of the graph in which the named layers are int8."""
     import onnx
 
@@ -24,7 +24,7 @@ def quantised(proto: Any, scales: Mapping[str, Scale]) -> Any:
     nodes = []
     for node in graph.node:
         if node.output[0] in products:
-            nodes += quantise_product(graph, node, stored, products[node.output[0]], scales)
+            nodes += quantize_product(graph, node, stored, products[node.output[0]], scales)
         nodes.append(node)
     del graph.node[:]
     graph.node.extend(nodes)
@@ -53,7 +53,7 @@ def find_products(graph: Any, stored: Mapping[str, Any], names: Mapping[str, Sca
     return found
 
 
-def quantise_product(
+def quantize_product(
     graph: Any, node: Any, stored: Mapping[str, Any], name: str, scales: Mapping[str, Scale]
 ) -> list[Any]:
     """Send the product's inputs through bytes; the nodes that do it."""

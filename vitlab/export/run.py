@@ -8,22 +8,22 @@ from typing import Literal
 import torch
 from torch import nn
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.export import onnx
-from vitlab.export.check import AT_ONCE, BATCHES, LIMITS, Check, Runner, compare, onnx_runner, status, torch_runner
+from vitlab.export.compare import AT_ONCE, BATCHES, LIMITS, Check, Runner, compare, onnx_runner, status, torch_runner
 from vitlab.export.graph import Half, any_size, plain
+from vitlab.export.images import open_pictures
 from vitlab.export.int8 import Outcome, Wanted, write_int8
-from vitlab.export.pictures import open_pictures
+from vitlab.files import atomic_path
 from vitlab.models.variants import Model
 from vitlab.weights import load
-from vitlab.weights.store import whole
 
 Precision = Literal["fp32", "fp16", "int8"]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was written and how it was found; `int8` where layers were quantised."""
+    """What was written and how it was found; `int8` where layers were quantized."""
 
     path: Path
     bytes: int
@@ -66,7 +66,7 @@ def export(
     check_request(target, precision, calibrate, least)
     model = load(run).float()
     pictures = open_pictures(check or calibrate)
-    with whole(target, folder=False) as place, onnx.weights_beside(target) as other:
+    with atomic_path(target, folder=False) as place, onnx.weights_beside(target) as other:
         if precision == "int8":
             wanted = Wanted(model, dynamic_size, open_pictures(calibrate), pictures if check else None, least)
             found = write_int8(wanted, place, other)

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from vitlab.config import Size
+from vitlab.models.config import Size
 
 
 class AxialBlock(nn.Module):

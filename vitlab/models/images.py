@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from vitlab.config import Size, UserError
+from vitlab.errors import UserError
+from vitlab.models.config import Size
 
 
 def check_images(images: Tensor, size: Size, weight: Tensor) -> None:
@@ -13,7 +14,7 @@ def check_images(images: Tensor, size: Size, weight: Tensor) -> None:
         raise UserError(f"images must be RGB, (batch, 3, height, width), not of shape {tuple(images.shape)}")
     if not images.is_floating_point():
         raise UserError(
-            f"images must be normalised floating-point numbers, not {images.dtype}; scale them to [-1, 1] first"
+            f"images must be normalized floating-point numbers, not {images.dtype}; scale them to [-1, 1] first"
         )
     if tuple(images.shape[2:]) != size:
         h, w = images.shape[2:]

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitlab.config import Size, UserError, ViTConfig
+from vitlab.errors import UserError
+from vitlab.models.config import Size, ViTConfig
 
 Resample = Literal["bilinear", "bicubic"]
 INIT = 0.02

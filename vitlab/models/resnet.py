@@ -1,6 +1,6 @@
 """Convolutions: the BiT ResNet, the paper's baseline, and the ResNet stem of the hybrids.
 
-Both are made of bottlenecks with group norm and weight-standardised convolutions. BiT's are pre-activation
+Both are made of bottlenecks with group norm and weight-standardized convolutions. BiT's are pre-activation
 (norm, ReLU, convolution) with symmetric padding; the hybrid's are post-activation with "SAME" padding, which for
 an even side pads one more after than before.
 
@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitlab.config import ResNetConfig, Size, StemConfig, as_size
+from vitlab.models.card import Card
+from vitlab.models.config import ResNetConfig, Size, StemConfig, as_size
 from vitlab.models.images import check_images
 from vitlab.models.positions import Resample, check_mode
 
@@ -97,6 +98,7 @@ class ResNet(nn.Module):
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
         c = self.config = config
+        self.card = Card()
         self.root = StdConv(c, 3, c.width, 7, stride=2)
         self.stages = nn.ModuleList(nn.Sequential(*(BiTUnit(c, *unit) for unit in stage)) for stage in stages(c))
         self.norm = group_norm(c, c.channels)

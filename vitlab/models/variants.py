@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from vitlab.config import (
+from vitlab.errors import UserError
+from vitlab.models.config import (
     AttentionKind,
     Gelu,
     ModelConfig,
@@ -21,14 +22,13 @@ from vitlab.config import (
     ResNetConfig,
     Size,
     StemConfig,
-    UserError,
     ViTConfig,
     as_size,
-    from_json,
-    listed,
 )
 from vitlab.models.resnet import ResNet
 from vitlab.models.vit import ViT
+from vitlab.settings import from_json
+from vitlab.text import listed
 
 #        layers, width, MLP, heads
 SIZES = {

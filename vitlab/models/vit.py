@@ -18,19 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitlab.config import Size, ViTConfig, as_size
 from vitlab.models.axial import AxialBlock
+from vitlab.models.card import Card
+from vitlab.models.config import Size, ViTConfig, as_size
 from vitlab.models.images import check_images
 from vitlab.models.positions import Relative, Resample, check_mode, make_positions
 from vitlab.models.resnet import Stem
 
 
 class ViT(nn.Module):
-    """A ViT as its config says; fresh weights, initialised as the authors do."""
+    """A ViT as its config says; fresh weights, initialized as the authors do."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         c = self.config = config
+        self.card = Card()  # preprocessing, class names and provenance travel with the weights
         self.stem = Stem(c.stem) if c.stem else None
         channels = c.stem.channels if c.stem else 3
         self.embed = nn.Conv2d(channels, c.width, c.patch, stride=c.patch)
@@ -42,7 +44,7 @@ class ViT(nn.Module):
         self.pool = AttentionPool(c) if c.pool == "attention" else None
         self.prelogits = nn.Linear(c.width, c.prelogits) if c.prelogits else None
         self.head = nn.Linear(c.prelogits or c.width, c.classes) if c.classes else None
-        self._initialise()
+        self._initialize()
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits, (B, classes); the features where the model has no head."""
@@ -87,12 +89,12 @@ class ViT(nn.Module):
     def resize(self, image_size: int | Size, mode: Resample = "bilinear") -> Self:
         """Take images of another size, in place: positions are resampled on their grid, the rest stays.
 
-        Learned tables become new parameters: resize before making an optimiser.
+        Learned tables become new parameters: resize before making an optimizer.
         """
         check_mode(mode)
         config = dataclasses.replace(self.config, image_size=as_size(image_size))
         if config == self.config:
-            return self  # the same parameters, so that an optimiser keeps them
+            return self  # the same parameters, so that an optimizer keeps them
         for module in self.modules():
             if module is self.positions or isinstance(module, Relative):
                 module.resize(config.grid, mode)
@@ -101,7 +103,7 @@ class ViT(nn.Module):
         self.config = config
         return self
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         xavier(self.embed)
         for module in self.modules():
             if isinstance(module, nn.Linear):

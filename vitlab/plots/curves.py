@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitlab.plots.style import COLOURS, FAINT, drawing, new_figure
+from vitlab.plots.style import COLORS, FAINT, drawing, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,7 +24,7 @@ def loss_figure(steps: Ints, loss: Floats) -> "Figure":
     with drawing():
         figure, axes = panel(steps, "training loss")
         axes.plot(steps, loss, color=FAINT, alpha=0.45, linewidth=0.7, label="each step")
-        axes.plot(steps, smoothed(loss, len(loss) // SPAN), color=COLOURS[0], linewidth=1.6, label="running mean")
+        axes.plot(steps, smoothed(loss, len(loss) // SPAN), color=COLORS[0], linewidth=1.6, label="running mean")
         axes.set_ylim(min(0.0, float(loss.min())), 1.05 * float(np.quantile(loss, 0.995)) or 1.0)
         axes.legend(loc="upper right")
     return figure
@@ -34,10 +34,10 @@ def accuracy_figure(steps: Ints, raw: Floats, averaged: Floats | None = None) ->
     """The share of test images (T,) that is right, with the weights as they are and, if there are any, averaged."""
     with drawing():
         figure, axes = panel(steps, "test accuracy")
-        axes.plot(steps, 100 * raw, color=COLOURS[1], marker="o", markersize=3.5, label="weights as they are")
+        axes.plot(steps, 100 * raw, color=COLORS[1], marker="o", markersize=3.5, label="weights as they are")
         shown = raw
         if averaged is not None:
-            axes.plot(steps, 100 * averaged, color=COLOURS[0], marker="o", markersize=3.5, label="averaged weights")
+            axes.plot(steps, 100 * averaged, color=COLORS[0], marker="o", markersize=3.5, label="averaged weights")
             axes.legend(loc="lower right")
             shown = np.concatenate([raw, averaged])
         low, high = 100 * float(shown.min()), 100 * float(shown.max())
@@ -51,7 +51,7 @@ def rate_figure(steps: Ints, rate: Floats) -> "Figure":
     """The learning rate (S,) of every step."""
     with drawing():
         figure, axes = panel(steps, "learning rate")
-        axes.plot(steps, rate, color=COLOURS[2], linewidth=1.6)
+        axes.plot(steps, rate, color=COLORS[2], linewidth=1.6)
         axes.set_ylim(0, 1.08 * float(rate.max()) or 1.0)
     return figure
 

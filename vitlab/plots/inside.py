@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitlab.plots.style import COLOURS, DPI, FAINT, INK, MAP, bare, drawing, new_figure
+from vitlab.plots.style import COLORS, DPI, FAINT, INK, MAP, bare, drawing, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Floats = NDArray[np.floating[Any]]
-HEAT = 0.6  # share of the map's colour over the picture's greys
-TOP = 0.97  # cells above this quantile share the brightest colour: a few that draw all attention would hide the rest
+HEAT = 0.6  # share of the map's color over the picture's greys
+TOP = 0.97  # cells above this quantile share the brightest color: a few that draw all attention would hide the rest
 NOTE = f"each map in its own scale; the strongest {1 - TOP:.0%} of its patches are equally bright"
 MOST = 16  # grids in a row of the figure of positions
 WIDTH = 7.0  # inches across a figure, unless it has too many panels
@@ -89,8 +89,8 @@ def distance_figure(distance: Floats, images: int, even: float, axial: bool = Fa
     with drawing():
         figure = new_figure(WIDTH, 4.2)
         axes = figure.subplots()
-        axes.scatter(np.repeat(number, heads), distance.ravel(), s=26, color=COLOURS[0], alpha=0.75, label="a head")
-        axes.plot(number, distance.mean(1), color=COLOURS[1], linewidth=1.6, label="mean of the layer's heads")
+        axes.scatter(np.repeat(number, heads), distance.ravel(), s=26, color=COLORS[0], alpha=0.75, label="a head")
+        axes.plot(number, distance.mean(1), color=COLORS[1], linewidth=1.6, label="mean of the layer's heads")
         axes.axhline(even, color=FAINT, linestyle="--", linewidth=1, label="attention spread evenly")
         axes.set_ylim(0, None)
         axes.set_xlim(0.5, layers + 0.5)
@@ -106,9 +106,9 @@ def distance_figure(distance: Floats, images: int, even: float, axial: bool = Fa
 
 
 def overlay(pixels: Floats, grid: Floats) -> Floats:
-    """A map (h, w) in colours over a picture (height, width, 3) in [0, 1] turned grey: another such picture.
+    """A map (h, w) in colors over a picture (height, width, 3) in [0, 1] turned grey: another such picture.
 
-    Colours run from the least cell to the `TOP` quantile, bilinear between cells.
+    Colors run from the least cell to the `TOP` quantile, bilinear between cells.
     """
     from matplotlib import colormaps
 
@@ -116,9 +116,9 @@ def overlay(pixels: Floats, grid: Floats) -> Floats:
     low, high = float(grid.min()), float(np.quantile(grid, TOP))
     share = ((grid - low) / (high - low)).clip(0, 1) if high > low else (grid > low) * 1.0
     smooth = Image.fromarray(share.astype(np.float32)).resize((width, height), Image.Resampling.BILINEAR)
-    colours = colormaps[MAP](np.asarray(smooth))[..., :3]
+    colors = colormaps[MAP](np.asarray(smooth))[..., :3]
     grey = pixels @ np.array([0.299, 0.587, 0.114])
-    return np.asarray(HEAT * colours + (1 - HEAT) * grey[..., None])
+    return np.asarray(HEAT * colors + (1 - HEAT) * grey[..., None])
 
 
 def rollout_figure(pixels: Floats, grid: Floats, looks: str) -> "Figure":

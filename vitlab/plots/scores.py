@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vitlab.plots.style import COLOURS, FAINT, INK, MAP, drawing, new_figure
+from vitlab.plots.style import COLORS, FAINT, INK, MAP, drawing, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,9 +52,9 @@ def confusion_figure(matrix: NDArray[np.int64], names: Sequence[str]) -> "Figure
         axes = figure.add_subplot()
         images = matrix.sum(1, keepdims=True)
         share = np.ma.masked_where(np.broadcast_to(images == 0, matrix.shape), matrix / np.maximum(images, 1))
-        colours = matplotlib.colormaps[MAP].with_extremes(bad="#D9D9D9")
+        colors = matplotlib.colormaps[MAP].with_extremes(bad="#D9D9D9")
         # the root: a few per cent taken for another class are the news, and would look like none
-        picture = axes.imshow(share, cmap=colours, norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
+        picture = axes.imshow(share, cmap=colors, norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
         bar = figure.colorbar(picture, ax=axes, shrink=0.8, pad=0.02, ticks=[0, 0.01, 0.05, 0.2, 0.5, 1])
         bar.ax.set_yticklabels(["0", "1 %", "5 %", "20 %", "50 %", "100 %"])
         bar.set_label("share of the class's images")
@@ -110,9 +110,9 @@ def calibration_figure(calibration: Binned) -> "Figure":
         top, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
         top.plot([0, 1], [0, 1], color=FAINT, linestyle="--", linewidth=1, label="right as often as it says")
         heights = calibration.accuracy[full]
-        top.bar(left[full], heights, 1 / bins, align="edge", color=COLOURS[0], alpha=0.75, edgecolor="white")
+        top.bar(left[full], heights, 1 / bins, align="edge", color=COLORS[0], alpha=0.75, edgecolor="white")
         mean, label = calibration.confidence[full], "accuracy at the mean confidence"
-        top.plot(mean, heights, marker="o", markersize=4, color=COLOURS[1], label=label)
+        top.plot(mean, heights, marker="o", markersize=4, color=COLORS[1], label=label)
         top.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy")
         top.set_title(f"calibration error {calibration.error:.1%}, {int(count.sum()):,} images", loc="left")
         figure.legend(loc="outside lower center", ncols=2)

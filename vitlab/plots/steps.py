@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitlab.plots.inside import NOTE, note, overlay
-from vitlab.plots.style import COLOURS, bare, drawing, new_figure
+from vitlab.plots.style import COLORS, bare, drawing, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,9 +46,9 @@ def steps_figure(steps: Steps, names: Sequence[str], classes: Sequence[str], loo
         patches, tokens, places = (sheet.large(i) for i in range(3))
         cut(patches, steps.pixels, (h, w))
         patches.set_title(f"1  {h} x {w} cells of the stem's map" if hybrid else f"1  cut into {h} x {w} patches")
-        paint(tokens, steps.tokens, "2  a token for each, coloured by PCA")
+        paint(tokens, steps.tokens, "2  a token for each, colored by PCA")
         if steps.positions.any():
-            paint(places, steps.positions, "3  positions, coloured by PCA")
+            paint(places, steps.positions, "3  positions, colored by PCA")
         else:
             places.set_title("3  no positions at the stem")
         by_depth(sheet, steps, names, looks)
@@ -118,8 +118,8 @@ def cut(axes: Any, pixels: Floats, grid: tuple[int, int]) -> None:
     axes.vlines(np.linspace(0, width, grid[1] + 1)[1:-1], 0, height, color="white", linewidth=0.6)
 
 
-def paint(axes: Any, colours: Floats, title: str) -> None:
-    axes.imshow(colours, aspect="auto", interpolation="nearest")
+def paint(axes: Any, colors: Floats, title: str) -> None:
+    axes.imshow(colors, aspect="auto", interpolation="nearest")
     axes.set_title(title)
 
 
@@ -132,7 +132,7 @@ def bars(axes: Any, logits: Floats, classes: Sequence[str]) -> None:
     powers = np.exp(logits.astype(np.float64) - logits.max())
     shares = powers / powers.sum()
     best = np.argsort(-shares, kind="stable")[:CLASSES]
-    axes.barh(np.arange(len(best)), shares[best], color=COLOURS[4], height=0.34)
+    axes.barh(np.arange(len(best)), shares[best], color=COLORS[4], height=0.34)
     for i, k in enumerate(best):  # a name may hold dollars, which are not mathematics
         axes.text(0.01, i - 0.22, clipped(classes[k]), va="bottom", fontsize=8, parse_math=False)
         inner = shares[k] > 0.75

@@ -1,4 +1,4 @@
-"""One look for every figure: sizes, fonts, colours that the colour-blind can tell apart, and how figures are written.
+"""One look for every figure: sizes, fonts, colors that the color-blind can tell apart, and how figures are written.
 
 Figures are built without pyplot, so no window opens and none is kept alive.
 """
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vitlab")
 
 # Okabe and Ito's palette, without yellow, which vanishes on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MAP = "viridis"  # quantities from low to high
 DIVERGING = "RdBu_r"  # around zero
 INK, FAINT = "#222222", "#8A8A8A"
@@ -65,7 +65,7 @@ def drawing() -> Iterator[None]:
         raise UserError("figures need matplotlib: pip install 'vitlab[plots]'") from None
     from cycler import cycler
 
-    with matplotlib.rc_context({**LOOK, "font.family": fonts(), "axes.prop_cycle": cycler(color=COLOURS)}):
+    with matplotlib.rc_context({**LOOK, "font.family": fonts(), "axes.prop_cycle": cycler(color=COLORS)}):
         yield
 
 

@@ -9,11 +9,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitlab.config import Preprocess, UserError
-from vitlab.data.transforms import eval_pixels, normalised
+from vitlab.data.transforms import eval_pixels, normalize
 from vitlab.device import has_bf16, pick_device
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess
 from vitlab.models.variants import Model
-from vitlab.weights import labels_of, load, preprocess_of
+from vitlab.weights import load
 
 
 class Classifier:
@@ -34,12 +35,12 @@ class Classifier:
         classes = model.config.classes
         if classes == 0:
             raise UserError(
-                f"{run} has no head, so it knows no classes; teach it some: vitlab finetune PHOTOS --from {run}"
+                f"{run} has no head, so it knows no classes; teach it some: vitlab finetune PHOTOS --weights {run}"
             )
         self.device = pick_device(device)
         self.model = model.float().to(self.device)
-        self.preprocess = preprocess_of(model)
-        self.labels = labels_of(model) or tuple(f"class {i}" for i in range(classes))
+        self.preprocess = model.card.preprocess
+        self.labels = model.card.labels or tuple(f"class {i}" for i in range(classes))
 
     def pixels(self, image: Image.Image) -> Tensor:
         """An upright RGB picture as the model's bytes, (3, h, w), framed as in evaluation."""
@@ -48,7 +49,7 @@ class Classifier:
     @torch.inference_mode()
     def logits(self, pixels: Tensor) -> Tensor:
         """(b, 3, h, w) bytes to (b, K) float32 on the CPU."""
-        images = normalised(pixels.to(self.device, non_blocking=True), self.preprocess)
+        images = normalize(pixels.to(self.device, non_blocking=True), self.preprocess)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=has_bf16(self.device)):
             return self.model(images).float().cpu()
 

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from rich.cells import cell_len, set_cell_size
 
 from vitlab.predict.inputs import Inputs
-from vitlab.predict.stream import Answer
+from vitlab.predict.stream import Prediction
 from vitlab.terminal import printable
 
 Kind = Literal["table", "json", "csv"]
@@ -23,7 +23,7 @@ class Format(Protocol):
 
     def head(self) -> str: ...
 
-    def lines(self, answers: Iterable[Answer]) -> str: ...
+    def lines(self, answers: Iterable[Prediction]) -> str: ...
 
 
 class Table:
@@ -38,10 +38,10 @@ class Table:
     def head(self) -> str:
         return self.row("image", "class", "probability", "then" if self.top > 1 else "")
 
-    def lines(self, answers: Iterable[Answer]) -> str:
+    def lines(self, answers: Iterable[Prediction]) -> str:
         return "".join(self.line(answer) for answer in answers)
 
-    def line(self, answer: Answer) -> str:
+    def line(self, answer: Prediction) -> str:
         (label, value), *others = answer.classes
         then = ", ".join(f"{printable(name)} {percent(p)}" for name, p in others)
         return self.row(printable(answer.path), printable(label), percent(value), then)
@@ -57,10 +57,10 @@ class JsonLines:
     def head(self) -> str:
         return ""
 
-    def lines(self, answers: Iterable[Answer]) -> str:
+    def lines(self, answers: Iterable[Prediction]) -> str:
         return "".join(json.dumps(self.plain(answer)) + "\n" for answer in answers)
 
-    def plain(self, answer: Answer) -> dict[str, object]:
+    def plain(self, answer: Prediction) -> dict[str, object]:
         classes = [{"name": name, "probability": digits(value)} for name, value in answer.classes]
         return {"path": answer.path, "classes": classes}
 
@@ -75,7 +75,7 @@ class Csv:
         more = [f"{word}_{i}" for i in range(2, self.top + 1) for word in ("class", "probability")]
         return self.rows([["path", "class", "probability", *more]])
 
-    def lines(self, answers: Iterable[Answer]) -> str:
+    def lines(self, answers: Iterable[Prediction]) -> str:
         return self.rows(
             [answer.path, *(cell for name, value in answer.classes for cell in (name, digits(value)))]
             for answer in answers

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vitlab.config import UserError
 from vitlab.data.folder import is_special, log, walk
 from vitlab.data.images import EXTENSIONS, BrokenImage, Shrink, decode
+from vitlab.errors import UserError
 from vitlab.predict.web import check_address, fetch, is_address, read_limited
 
 STDIN = "-"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vitlab.config import Preprocess, Size
 from vitlab.data.images import BrokenImage
 from vitlab.data.transforms import eval_pixels
 from vitlab.data.workers import CHUNK, Broken, Chunk, Order, read_chunks
+from vitlab.models.config import Preprocess, Size
 from vitlab.predict.classifier import Classifier
 from vitlab.predict.inputs import Inputs
 
@@ -25,7 +25,7 @@ CPU_BATCH = 16
 
 
 @dataclass(frozen=True)
-class Answer:
+class Prediction:
     """The likeliest classes of one picture, best first."""
 
     path: str
@@ -33,10 +33,10 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Answers:
+class PredictionBatch:
     """What came of one batch, in the order of the inputs."""
 
-    good: tuple[Answer, ...]
+    good: tuple[Prediction, ...]
     broken: tuple[Broken, ...]
 
 
@@ -59,9 +59,9 @@ class Framer(Dataset[Chunk]):
         return Chunk(pixels, torch.tensor([index for index, _ in order]), tuple(broken))
 
 
-def answers(
+def predictions(
     classifier: Classifier, inputs: Inputs, part: range, *, top: int, batch: int | None = None, workers: int
-) -> Iterator[Answers]:
+) -> Iterator[PredictionBatch]:
     """The answers to the inputs of `part`, batch by batch."""
     device = classifier.device.type
     size = batch or BATCH.get(device, CPU_BATCH)
@@ -75,12 +75,14 @@ def answers(
         taken = list(itertools.islice(chunks, math.ceil(len(each) / piece)))
         broken = tuple(bad for chunk in taken for bad in chunk.broken)
         pixels = torch.cat([chunk.pixels for chunk in taken])
-        yield Answers(tuple(_best(classifier, inputs, each, pixels, {bad[0] for bad in broken}, top, size)), broken)
+        yield PredictionBatch(
+            tuple(_best(classifier, inputs, each, pixels, {bad[0] for bad in broken}, top, size)), broken
+        )
 
 
 def _best(
     classifier: Classifier, inputs: Inputs, part: range, pixels: Tensor, broken: set[int], top: int, size: int
-) -> Iterator[Answer]:
+) -> Iterator[Prediction]:
     """The best classes of each whole picture; of equal ones the first."""
     if len(broken) == len(part):
         return
@@ -91,4 +93,4 @@ def _best(
     for index, values, labels in zip(part, value[:, :top].tolist(), label[:, :top].tolist(), strict=True):
         if index not in broken:
             names = (classifier.labels[number] for number in labels)
-            yield Answer(inputs.name(index), tuple(zip(names, values, strict=True)))
+            yield Prediction(inputs.name(index), tuple(zip(names, values, strict=True)))

@@ -19,8 +19,8 @@ from typing import IO
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from vitlab import __version__
-from vitlab.config import UserError
 from vitlab.data.images import BrokenImage
+from vitlab.errors import UserError
 
 LARGEST = 64 << 20  # bytes that one address or standard input may send
 PATIENCE = 20.0  # seconds for all of it: names, connection, redirections, headers and picture

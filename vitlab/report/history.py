@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.training.checkpoint import check_own_files
 from vitlab.training.loop import LOG
-from vitlab.training.progress import number, part, read_log
 from vitlab.training.recipe import Recipe
-from vitlab.training.start import RECIPE, Stored, read_run
-from vitlab.weights.store import WEIGHTS
+from vitlab.training.recorder import number, part, read_log
+from vitlab.training.setup import RECIPE, Stored, read_run
+from vitlab.weights.formats.vitlab import WEIGHTS
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -13,25 +13,25 @@ from pathlib import Path
 from string import Template
 
 from vitlab import __version__
-from vitlab.config import UserError
 from vitlab.cost import cost
 from vitlab.data.images import BrokenImage
-from vitlab.data.sources import Data, open_data
+from vitlab.data.source import Data, open_data
+from vitlab.device import memory_errors
+from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import Evaluation, evaluate
-from vitlab.evaluation.extract import progress
 from vitlab.models.variants import Model, build
 from vitlab.plots import curves, scores, style
 from vitlab.plots.scores import NAMED
 from vitlab.report import sections
 from vitlab.report.history import History, read_history
-from vitlab.report.pictures import MOST, Drawn, Mistake, drawn, worst_mistakes
+from vitlab.report.images import MOST, Drawn, Mistake, drawn, worst_mistakes
 from vitlab.report.sections import Subject, Tested
-from vitlab.training.known import vet_data
-from vitlab.training.memory import memory_errors
+from vitlab.terminal import progress
 from vitlab.training.recipe import Recipe
-from vitlab.training.start import RECIPE
+from vitlab.training.setup import RECIPE
+from vitlab.training.trust import vet_data
 from vitlab.weights import load
-from vitlab.weights.store import WEIGHTS
+from vitlab.weights.formats.vitlab import WEIGHTS
 
 NAME = "report.html"
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vitlab.config import ModelConfig, ResNetConfig, to_json
 from vitlab.cost import Cost
-from vitlab.data.sources import Data
+from vitlab.data.source import Data
 from vitlab.evaluation.evaluate import Evaluation, class_table
+from vitlab.models.config import ModelConfig, ResNetConfig
 from vitlab.plots.scores import COUNTED
+from vitlab.report.describe import build_of, count, how, many, model_name, moment, share
 from vitlab.report.history import History
-from vitlab.report.pictures import Drawn, Mistake
-from vitlab.report.words import build_of, count, how, many, model_name, moment, share
+from vitlab.report.images import Drawn, Mistake
+from vitlab.settings import to_json
 
 FOLDED = 15  # classes from which their table is folded
 PAIRS = 8  # confused pairs beside the matrix; where there is no matrix, all that are kept
@@ -292,7 +293,7 @@ def cost(subject: Subject, tested: Tested | None) -> str:
 def next_steps(subject: Subject) -> str:
     run = shlex.quote(subject.run)
     if subject.config.classes == 0:
-        rows = [("teach it your classes", f"vitlab finetune photos/ --from {run} --out runs/mine")]
+        rows = [("teach it your classes", f"vitlab finetune photos/ --weights {run} --out runs/mine")]
     else:
         rows = [
             ("ask it about pictures", f"vitlab predict {run} photo.jpg"),

@@ -1,6 +1,6 @@
 """A model behind a page: HTTP, a queue that makes batches, and limits on everything that comes in."""
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 
 
 def require_packages() -> None:

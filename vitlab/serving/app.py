@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 from vitlab import __version__
 from vitlab.serving import schema
 from vitlab.serving.explain import facts
-from vitlab.serving.guard import Guard
 from vitlab.serving.hosts import Hosts
+from vitlab.serving.middleware import SecurityMiddleware
 from vitlab.serving.service import Service
 
 TopK = Annotated[int, Query(ge=1, le=1000, description="How many classes to name.")]
@@ -34,7 +34,7 @@ def create_app(service: Service, hosts: Hosts | None = None) -> FastAPI:
         await asyncio.to_thread(service.close)
 
     app = FastAPI(title="vitlab", version=__version__, description=ABOUT, lifespan=life, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, metrics=service.metrics, token=service.settings.token, hosts=hosts)
+    app.add_middleware(SecurityMiddleware, metrics=service.metrics, token=service.settings.token, hosts=hosts)
     app.add_exception_handler(HTTPException, tell_http)
     app.add_exception_handler(RequestValidationError, tell_invalid)
     add_model_routes(app, service)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 
 log = logging.getLogger("vitlab")
 

@@ -19,7 +19,7 @@ from starlette.types import Message, Scope
 from uvicorn.server import ServerState
 
 from vitlab.serving.limits import LEAST_PIECE, LEAST_RATE, SPARE_PIECES, Limits, Refused
-from vitlab.serving.table import Table
+from vitlab.serving.pool import ConnectionPool
 
 log = logging.getLogger("vitlab")
 
@@ -36,7 +36,7 @@ class Connection(asyncio.BufferedProtocol):
     """What uvicorn makes of every socket; `limits` and `table` are set by a subclass."""
 
     limits: Limits
-    table: Table
+    table: ConnectionPool
     block = memoryview(bytearray(BLOCK))  # emptied right after each read, so one is enough for all
 
     def __init__(

@@ -13,12 +13,12 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
-from vitlab.config import Preprocess, Size
 from vitlab.data.decoder import Undecodable
 from vitlab.data.headers import Absurd, Header, read_header
 from vitlab.data.images import PLAIN_WORK
 from vitlab.data.sandbox import Budget, Sandbox, Wanted
 from vitlab.data.transforms import to_pixels
+from vitlab.models.config import Preprocess, Size
 from vitlab.serving.limits import RETRY, Limits, Refused, short
 from vitlab.serving.uploads import Upload
 

@@ -1,6 +1,6 @@
 """What the page draws of one picture, as JSON: the picture the model saw, its attention, and the five steps.
 
-Attention maps are numbers that sum to 1 over the grid, colours are bytes from 0 to 255. So Ti/16 fits in 300 kB.
+Attention maps are numbers that sum to 1 over the grid, colors are bytes from 0 to 255. So Ti/16 fits in 300 kB.
 
 Shapes: L attention layers, H heads, h and w patches down and across.
 """
@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from vitlab.analysis.steps import Steps, five_steps
-from vitlab.config import ViTConfig
-from vitlab.data.transforms import normalised
+from vitlab.data.transforms import normalize
+from vitlab.models.config import ViTConfig
 from vitlab.models.resnet import ResNet
 from vitlab.predict import Classifier
 
@@ -31,7 +31,7 @@ def look(classifier: Classifier, pixels: Tensor) -> tuple[Tensor, Steps | None]:
     probabilities = classifier.probabilities(pixels[None])[0]
     if isinstance(classifier.model, ResNet):
         return probabilities, None
-    image = normalised(pixels[None].to(classifier.device), classifier.preprocess)[0]
+    image = normalize(pixels[None].to(classifier.device), classifier.preprocess)[0]
     return probabilities, five_steps(classifier.model, image)
 
 
@@ -45,9 +45,9 @@ def describe(pixels: Tensor, steps: Steps | None) -> dict[str, Any]:
         "rollout": shares(steps.rollout),  # (h, w)
         "attention": shares(steps.attention),  # (L, H, h, w)
         "steps": {
-            "tokens": colours(steps.tokens),  # (h, w, 3)
-            "positions": colours(steps.positions) if steps.positions.any() else None,
-            "depths": colours(steps.depths),  # (blocks, h, w, 3)
+            "tokens": colors(steps.tokens),  # (h, w, 3)
+            "positions": colors(steps.positions) if steps.positions.any() else None,
+            "depths": colors(steps.depths),  # (blocks, h, w, 3)
         },
         "reason": None,
     }
@@ -63,7 +63,7 @@ def shares(values: NDArray[np.float32]) -> list[Any]:
     return values.astype(np.float64).round(DECIMALS).tolist()
 
 
-def colours(values: NDArray[np.float32]) -> list[Any]:
+def colors(values: NDArray[np.float32]) -> list[Any]:
     return (values * 255).round().astype(np.uint8).tolist()
 
 

@@ -8,7 +8,7 @@ import ipaddress
 import re
 from collections.abc import Iterable
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 
 SHAPE = re.compile(r"(?:\[(?P<six>[0-9a-f:.%]+)\]|(?P<name>[^:\[\]/@]+))(?::\d*)?")
 NAME = re.compile(r"(?!-)[a-z0-9_.-]{1,253}")

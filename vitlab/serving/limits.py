@@ -4,7 +4,8 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vitlab.config import UserError, check_positive
+from vitlab.errors import UserError
+from vitlab.settings import check_positive
 
 RETRY = {"Retry-After": "1"}
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "AVIF")  # others by choice: their headers say little of what they cost

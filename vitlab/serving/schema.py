@@ -25,9 +25,9 @@ class Predictions(BaseModel):
 
 
 class Steps(BaseModel):
-    tokens: list[list[list[int]]] = Field(description="(h, w, 3): patch tokens as colours, 0 to 255.")
-    positions: list[list[list[int]]] | None = Field(description="(h, w, 3): position embeddings as colours.")
-    depths: list[list[list[list[int]]]] = Field(description="(blocks, h, w, 3): tokens after each block as colours.")
+    tokens: list[list[list[int]]] = Field(description="(h, w, 3): patch tokens as colors, 0 to 255.")
+    positions: list[list[list[int]]] | None = Field(description="(h, w, 3): position embeddings as colors.")
+    depths: list[list[list[list[int]]]] = Field(description="(blocks, h, w, 3): tokens after each block as colors.")
 
 
 class Explained(Predicted):

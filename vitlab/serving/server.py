@@ -13,10 +13,10 @@ import uvicorn
 from PIL import Image
 from starlette.types import ASGIApp
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 from vitlab.serving.connection import Connection
 from vitlab.serving.limits import Limits
-from vitlab.serving.table import Table
+from vitlab.serving.pool import ConnectionPool
 
 DRAIN = 25  # seconds to finish what has begun, when asked to stop; orchestrators kill after 30
 FILES = 256  # open files beside the connections'
@@ -88,7 +88,7 @@ def serve(
     Image.MAX_IMAGE_PIXELS = limits.max_pixels  # Pillow's own guard stands at twice this
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # and ours, at this, refuses
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    table = Table(room(limits.connections))
+    table = ConnectionPool(room(limits.connections))
     config = uvicorn.Config(
         app,
         http=type("Limited", (Connection,), {"limits": limits, "table": table}),

@@ -15,21 +15,24 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from vitlab.config import Preprocess, Stopped, UserError, from_json, to_json
-from vitlab.data.sources import Data
+from vitlab.data.source import Data
 from vitlab.data.transforms import Augment
 from vitlab.device import pick_device
-from vitlab.evaluation.evaluate import Rate, put
+from vitlab.errors import Stopped, UserError
+from vitlab.evaluation.evaluate import Rate
 from vitlab.evaluation.extract import model_key
 from vitlab.evaluation.scores import intervals
+from vitlab.files import write_text
+from vitlab.models.config import Preprocess
 from vitlab.models.variants import Model
-from vitlab.recipes import find
+from vitlab.settings import from_json, to_json
 from vitlab.studies.vtab_tasks import BOTH, GROUPS, SIZES, TASKS, Task, missing, open_task
-from vitlab.training.advise import higher, machine, run_seconds, stride
+from vitlab.text import duration
+from vitlab.training.auto import higher, machine, run_seconds, stride
 from vitlab.training.loop import train
-from vitlab.training.progress import duration
 from vitlab.training.recipe import Recipe, difference, override
-from vitlab.weights import load, preprocess_of
+from vitlab.training.recipes import find
+from vitlab.weights import load
 
 RESULTS = "results.json"
 STEPS = 2500
@@ -133,7 +136,7 @@ class Study:
             if f"{lr:g}" not in found:
                 folder = self.out / task.name / f"lr-{lr:g}"
                 found[f"{lr:g}"] = self.train(task, data, lr, folder)[0]["accuracy"]
-                put(notes, json.dumps(found) + "\n")
+                write_text(notes, json.dumps(found) + "\n")
                 shutil.rmtree(folder)
             self.say(f"{task.name}: learning rate {lr:g}: {found[f'{lr:g}']:.2%} of {len(data.test)} images kept aside")
         return {f"{lr:g}": found[f"{lr:g}"] for lr in self.rates}
@@ -167,7 +170,7 @@ class Study:
             "means": means(self.results),
             "tasks": {name: dataclasses.asdict(result) for name, result in self.results.items()},
         }
-        put(self.out / RESULTS, json.dumps(said, indent=1) + "\n")
+        write_text(self.out / RESULTS, json.dumps(said, indent=1) + "\n")
 
     def take_up(self) -> None:
         """What the folder holds already, if it is of the same model and recipe."""
@@ -280,13 +283,13 @@ def base_recipe(weights: str, model: Model, steps: int, settings: tuple[str, ...
         warmup=min(paper.warmup, steps // 5),
         evaluate_every=steps,  # once, at the end: the test set chooses nothing
         image_size=higher((1, 1), stride(model)),
-        preprocess=square(preprocess_of(model)),
+        preprocess=square(model.card.preprocess),
     )
     return override(recipe, settings)
 
 
 def square(preprocess: Preprocess) -> Preprocess:
-    """The weights' colours, and the whole picture as a square: nothing at its rim is lost in a test."""
+    """The weights' colors, and the whole picture as a square: nothing at its rim is lost in a test."""
     return dataclasses.replace(preprocess, fit="stretch", crop=CROP)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
 
 CLEVR_FEWEST, CLEVR_MOST = 3, 10  # objects in a scene
 CLEVR_EDGES = (0.0, 8.0, 8.5, 9.0, 9.5, 10.0, 100.0)  # depth of the closest object, in the scenes' own unit

@@ -15,14 +15,15 @@ from typing import Literal
 
 import numpy as np
 
-from vitlab.config import UserError, listed
-from vitlab.data.draws import SUBSET, Ints, keys
-from vitlab.data.folder import Files
-from vitlab.data.sources import Data
-from vitlab.evaluation.evaluate import put
+from vitlab.data.folder import FileSource
+from vitlab.data.rng import SUBSET, Ints, keys
+from vitlab.data.source import Data
+from vitlab.errors import UserError
+from vitlab.files import write_text
+from vitlab.text import listed
 
-Group = Literal["natural", "specialised", "structured"]
-GROUPS: tuple[Group, ...] = ("natural", "specialised", "structured")
+Group = Literal["natural", "specialized", "structured"]
+GROUPS: tuple[Group, ...] = ("natural", "specialized", "structured")
 TRAIN, VALIDATION, BOTH, TEST = "train800", "val200", "train800val200", "test"
 SIZES = {TRAIN: 800, VALIDATION: 200, BOTH: 1000}  # images of the benchmark's lists
 
@@ -52,11 +53,11 @@ TASKS = (
     Task("oxford_iiit_pet", "natural", "breeds of cats and dogs", 37, 3_669, f"{VGG}/pets"),
     Task("sun397", "natural", "scenes", 397, 21_750, "vision.princeton.edu/projects/2010/SUN"),
     Task("svhn", "natural", "digits of house numbers", 10, 26_032, "ufldl.stanford.edu/housenumbers", flip=False),
-    Task("patch_camelyon", "specialised", "tumour in tissue", 2, 32_768, "github.com/basveeling/pcam"),
-    Task("eurosat", "specialised", "use of land, from a satellite", 10, 5_400, "github.com/phelber/EuroSAT"),
-    Task("resisc45", "specialised", "scenes from the air", 45, 6_300, "gcheng-nwpu.github.io, NWPU-RESISC45"),
+    Task("patch_camelyon", "specialized", "tumour in tissue", 2, 32_768, "github.com/basveeling/pcam"),
+    Task("eurosat", "specialized", "use of land, from a satellite", 10, 5_400, "github.com/phelber/EuroSAT"),
+    Task("resisc45", "specialized", "scenes from the air", 45, 6_300, "gcheng-nwpu.github.io, NWPU-RESISC45"),
     Task(
-        *("diabetic_retinopathy", "specialised", "grades of a disease of the eye", 5, 42_670),
+        *("diabetic_retinopathy", "specialized", "grades of a disease of the eye", 5, 42_670),
         "kaggle.com/c/diabetic-retinopathy-detection",
     ),
     Task("clevr_count", "structured", "number of objects, 3 to 10", 8, 15_000, CLEVR, crop=False),
@@ -106,7 +107,7 @@ def open_task(root: Path, task: Task, *, tuning: bool = False) -> Data:
     return Data(task.name, read_lists(folder, task, *names), read_lists(folder, task, TEST))
 
 
-def read_lists(folder: Path, task: Task, *names: str) -> Files:
+def read_lists(folder: Path, task: Task, *names: str) -> FileSource:
     """The images of one or more lists, every one of them there."""
     pairs = [pair for name in names for pair in read_list(folder / f"{name}.txt", task.classes)]
     gone = [path for path, _ in pairs if not (folder / path).is_file()]
@@ -116,7 +117,7 @@ def read_lists(folder: Path, task: Task, *names: str) -> Files:
             f"{folder / gone[0]}"
         )
     classes = tuple(str(i) for i in range(task.classes))
-    return Files(folder, [path for path, _ in pairs], [label for _, label in pairs], classes)
+    return FileSource(folder, [path for path, _ in pairs], [label for _, label in pairs], classes)
 
 
 def read_list(path: Path, classes: int) -> list[tuple[str, int]]:
@@ -163,7 +164,7 @@ def write_lists(
     lists = {name: pick(paths, labels, drawn[cut]) for name, cut in cuts.items()}
     lists[TEST] = pick(paths, labels, drawn[1000:]) if test is None else sorted(zip(*test, strict=True))
     for name, pairs in lists.items():
-        put(folder / f"{name}.txt", "".join(f"{path} {int(label)}\n" for path, label in pairs))
+        write_text(folder / f"{name}.txt", "".join(f"{path} {int(label)}\n" for path, label in pairs))
 
 
 def pick(paths: Sequence[str], labels: Sequence[int], index: Ints) -> list[tuple[str, int]]:

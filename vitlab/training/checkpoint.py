@@ -20,20 +20,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from vitlab.config import UserError
+from vitlab import files
+from vitlab.errors import UserError
+from vitlab.files import fsync, largest_number, sha256
+from vitlab.text import brief
 from vitlab.training.optim import Average
-from vitlab.training.parallel import placed
-from vitlab.weights import files
-from vitlab.weights.files import brief, flush, sha256
-from vitlab.weights.store import largest
+from vitlab.training.parallel import place_like
 
 TENSORS, METADATA = "state.safetensors", ".metadata"  # the latter beside the pieces of a sharded run
-FACTS = "state.json"
+META = "state.json"
 NAMES = ("last", "last.new", "last.old", "best")
 
 
 @dataclass(frozen=True)
-class Facts:
+class CheckpointMeta:
     """What a checkpoint says beside its tensors."""
 
     step: int  # steps done
@@ -57,23 +57,23 @@ class Facts:
 # ---- the state as one flat table of named tensors
 
 
-def state_of(module: nn.Module, optimiser: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
+def state_of(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
     """Everything that changes as a run goes on, by name; nothing is copied."""
     state = {f"model/{name}": tensor for name, tensor in module.state_dict().items()}
     for name, p in module.named_parameters():
-        for key, value in optimiser.state.get(p, {}).items():
+        for key, value in optimizer.state.get(p, {}).items():
             if value is not None:
-                state[f"optimiser/{name}/{key}"] = value
+                state[f"optimizer/{name}/{key}"] = value
     if average is not None:
         state |= {f"ema/{name}": tensor for name, tensor in average.weights.items()}
     return {key: tensor.detach() for key, tensor in state.items()}
 
 
 def restore(
-    state: dict[str, Tensor], module: nn.Module, optimiser: torch.optim.Optimizer, average: Average | None
+    state: dict[str, Tensor], module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None
 ) -> None:
     """Put a state back; the recipe is the same, so the names and the shapes are."""
-    check_names(state, module, optimiser, average)
+    check_names(state, module, optimizer, average)
     parameters = dict(module.named_parameters())
     own = module.state_dict()
     for key, tensor in state.items():
@@ -81,34 +81,34 @@ def restore(
         if part == "model":
             with torch.no_grad():
                 like = own.pop(name)
-                like.copy_(placed(tensor, like))
+                like.copy_(place_like(tensor, like))
         elif part == "ema" and average is not None:
-            average.weights[name].copy_(placed(tensor, average.weights[name]))
+            average.weights[name].copy_(place_like(tensor, average.weights[name]))
         else:
             name, _, field = name.rpartition("/")
             p = parameters[name]
-            # a fused optimiser counts its steps on the device, the others on the CPU
-            counts = tensor.to(p.device if optimiser.defaults.get("fused") else "cpu")
-            optimiser.state[p][field] = placed(tensor, p) if tensor.ndim else counts
+            # a fused optimizer counts its steps on the device, the others on the CPU
+            counts = tensor.to(p.device if optimizer.defaults.get("fused") else "cpu")
+            optimizer.state[p][field] = place_like(tensor, p) if tensor.ndim else counts
     if own:
         raise UserError(f"the checkpoint lacks {len(own)} tensors of the model, '{next(iter(own))}' among them")
 
 
 def check_names(
-    state: dict[str, Tensor], module: nn.Module, optimiser: torch.optim.Optimizer, average: Average | None
+    state: dict[str, Tensor], module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None
 ) -> None:
-    """Every tensor belongs to the model and has its parameter's shape; the optimiser's counts are single numbers."""
+    """Every tensor belongs to the model and has its parameter's shape; the optimizer's counts are single numbers."""
     parameters = dict(module.named_parameters())
-    homes: dict[str, Mapping[str, Tensor]] = {"model": module.state_dict(), "optimiser": parameters}
+    homes: dict[str, Mapping[str, Tensor]] = {"model": module.state_dict(), "optimizer": parameters}
     homes["ema"] = average.weights if average is not None else {}
-    kept = {"step", "exp_avg", "exp_avg_sq"} if isinstance(optimiser, torch.optim.AdamW) else {"momentum_buffer"}
+    kept = {"step", "exp_avg", "exp_avg_sq"} if isinstance(optimizer, torch.optim.AdamW) else {"momentum_buffer"}
     for key, tensor in state.items():
         part, _, name = key.partition("/")
-        name, field = (name.rpartition("/")[::2]) if part == "optimiser" else (name, "")
+        name, field = (name.rpartition("/")[::2]) if part == "optimizer" else (name, "")
         like = homes.get(part, {}).get(name)
         shape = torch.Size() if like is None or field == "step" else like.shape
         fits = tensor.shape == shape and tensor.is_floating_point()
-        complete = part != "optimiser" or all(f"{part}/{name}/{other}" in state for other in kept)
+        complete = part != "optimizer" or all(f"{part}/{name}/{other}" in state for other in kept)
         if like is None or not fits or not complete or field not in {"", *kept}:
             raise UserError(f"the checkpoint's tensor '{key[:100]}' does not belong to this run's model")
 
@@ -116,7 +116,7 @@ def check_names(
 # ---- files
 
 
-def save(folder: Path, state: dict[str, Tensor], facts: Facts) -> None:
+def save(folder: Path, state: dict[str, Tensor], facts: CheckpointMeta) -> None:
     """Write a checkpoint; the one that was there becomes `.old`."""
 
     def write(new: Path) -> None:
@@ -126,11 +126,11 @@ def save(folder: Path, state: dict[str, Tensor], facts: Facts) -> None:
     replace(folder, write)
 
 
-def seal(folder: Path, facts: Facts) -> None:
+def seal(folder: Path, facts: CheckpointMeta) -> None:
     """Finish a checkpoint: a JSON file with what it says and the digest of every file beside it."""
     table = {path.name: sha256(path) for path in sorted(folder.iterdir())}
     about = {"format": "vitlab/1", **vars(facts), "sha256": table}
-    (folder / FACTS).write_text(json.dumps(about | {"digest": digest(about)}, indent=1))
+    (folder / META).write_text(json.dumps(about | {"digest": digest(about)}, indent=1))
 
 
 def digest(about: Mapping[str, Any]) -> str:
@@ -163,11 +163,11 @@ def make_room(folder: Path) -> Path:
 def put_in_place(folder: Path) -> None:
     new = sibling(folder, "new")
     for path in [*new.iterdir(), new]:
-        flush(path)
+        fsync(path)
     if folder.exists():
         folder.rename(sibling(folder, "old"))
     new.rename(folder)
-    flush(folder.parent)
+    fsync(folder.parent)
 
 
 def sibling(folder: Path, kind: str) -> Path:
@@ -190,18 +190,18 @@ def disk_errors(folder: Path) -> Iterator[None]:
 @dataclass(frozen=True)
 class Found:
     folder: Path
-    facts: Facts
+    facts: CheckpointMeta
     torn: tuple[str, ...]  # what was passed over, and why
 
 
-def find(folder: Path, check: Callable[[Facts], None] = lambda facts: None) -> Found | None:
+def find(folder: Path, check: Callable[[CheckpointMeta], None] = lambda facts: None) -> Found | None:
     """The newest complete checkpoint: `last`, or what a crash left beside it. `check` raises at one that cannot be."""
     torn: list[str] = []
-    good: list[tuple[Path, Facts]] = []
+    good: list[tuple[Path, CheckpointMeta]] = []
     for place in (folder, sibling(folder, "new"), sibling(folder, "old")):
         if place.exists():
             try:
-                facts = read_facts(place)
+                facts = read_meta(place)
                 check(facts)
                 good.append((place, facts))
             except (UserError, OSError) as error:
@@ -216,26 +216,26 @@ def find(folder: Path, check: Callable[[Facts], None] = lambda facts: None) -> F
     return Found(place, facts, tuple(torn))
 
 
-def read_facts(folder: Path) -> Facts:
+def read_meta(folder: Path) -> CheckpointMeta:
     """What a checkpoint says, if every file is as it was written; raises UserError or OSError."""
-    about = read_json(folder / FACTS)
+    about = read_json(folder / META)
     if about.pop("digest", None) != digest(about):
-        raise UserError(f"{FACTS} is not as it was written")
+        raise UserError(f"{META} is not as it was written")
     table = about.get("sha256")
     if not isinstance(table, dict) or not {TENSORS, METADATA} & set(table):
-        raise UserError(f"{FACTS} lists no tensors")
+        raise UserError(f"{META} lists no tensors")
     for name, expected in table.items():
         path = folder / name
         if Path(name).name != name or path.is_symlink():
-            raise UserError(f"{FACTS} names {name[:100]!r}, which is not in its folder")
+            raise UserError(f"{META} names {name[:100]!r}, which is not in its folder")
         if not path.is_file():
             raise UserError(f"{name} is missing")
         if sha256(path) != expected:
             raise UserError(f"{name} is torn")
-    missing = [f.name for f in fields(Facts) if f.name not in about and f.default is MISSING]
+    missing = [f.name for f in fields(CheckpointMeta) if f.name not in about and f.default is MISSING]
     if missing:
-        raise UserError(f"{FACTS} lacks {', '.join(missing)}")
-    return Facts(**{f.name: about[f.name] for f in fields(Facts) if f.name in about})
+        raise UserError(f"{META} lacks {', '.join(missing)}")
+    return CheckpointMeta(**{f.name: about[f.name] for f in fields(CheckpointMeta) if f.name in about})
 
 
 def tidy(folder: Path, used: Path) -> None:
@@ -261,7 +261,7 @@ def read_json(path: Path) -> dict[str, Any]:
         if path.is_symlink() or not path.is_file():
             raise UserError(f"{path} is no file of its own")
         found = files.read_json(path)
-        if largest(found) >= 2**63:
+        if largest_number(found) >= 2**63:
             raise UserError(f"{path} has a number beyond 2^63")
         return found
     except (UserError, OSError, RecursionError) as error:

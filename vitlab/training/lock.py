@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
+from vitlab.terminal import warn
 from vitlab.training.checkpoint import disk_errors
 from vitlab.training.parallel import Cluster
-from vitlab.training.progress import warn
 
 NAME = ".lock"
 HELD = (errno.EACCES, errno.EAGAIN)

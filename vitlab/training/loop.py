@@ -20,35 +20,36 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from vitlab.config import Stopped, UserError, ViTConfig
 from vitlab.cost import cost
-from vitlab.data.draws import keys
 from vitlab.data.loader import Batch
-from vitlab.data.sources import Data
-from vitlab.device import has_bf16, sound_kernels
+from vitlab.data.rng import keys
+from vitlab.data.source import Data
+from vitlab.device import cpu_threads, has_bf16, memory_errors, out_of_memory, peak_flops, sound_kernels
+from vitlab.errors import Stopped, UserError
+from vitlab.models.config import ViTConfig
 from vitlab.models.variants import build
 from vitlab.models.vit import ViT
+from vitlab.signals import Interrupted, Signals, stoppable
+from vitlab.terminal import warn
 from vitlab.training import checkpoint, sharded
-from vitlab.training.checkpoint import Facts
-from vitlab.training.graph import Recorded
+from vitlab.training.checkpoint import CheckpointMeta
+from vitlab.training.cuda_graph import GraphedStep
 from vitlab.training.lock import locked
 from vitlab.training.masked import MaskedPatches, PredictPatches
 from vitlab.training.measure import blank, measure
-from vitlab.training.memory import memory_errors, out_of_memory
-from vitlab.training.objectives import Classify, Goal, sigmoid_loss, softmax_loss
-from vitlab.training.optim import Average, clip, learning_rate, make_optimiser, set_rate
-from vitlab.training.parallel import Cluster, gradients, joined, restarted, whole, wrap
-from vitlab.training.progress import Bar, Board, Log, last_report, peak, warn
+from vitlab.training.objectives import Classify, Objective, sigmoid_loss, softmax_loss
+from vitlab.training.optim import Average, clip, learning_rate, make_optimizer, set_rate
+from vitlab.training.parallel import Cluster, gather_full, gradient_sync, process_group, restarted, wrap
 from vitlab.training.recipe import Recipe
-from vitlab.training.signals import Interrupted, Signals, stoppable, threads
-from vitlab.training.start import Plan, choose_micro, divisors, last, make_loaders, make_plan
+from vitlab.training.recorder import Bar, Board, Log, last_report
+from vitlab.training.setup import RunSetup, choose_micro, divisors, last, make_loaders, prepare_run
 from vitlab.weights import save
 
 LOG = "log.jsonl"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainResult:
     """How a run ended: its folder, its last test report, and how long it took this time."""
 
     folder: Path
@@ -66,17 +67,17 @@ def train(
     accept_data_changes: bool = False,
     console: Console | None = None,
     data: Data | None = None,
-) -> Outcome:
+) -> TrainResult:
     """Run a recipe in the folder `out`; with `resume`, go on where it stopped."""
     began, out, resume = time.monotonic(), Path(out), resume or restarted()
     with (
         stoppable("stopped before the next step was done; the same command with --resume goes on") as signals,
         memory_errors("training", "set a smaller micro, batch, image_size or model, or recompute=true"),
-        joined(recipe.device) as cluster,
+        process_group(recipe.device) as cluster,
         locked(out, cluster),
-        threads(recipe.threads),
+        cpu_threads(recipe.threads),
     ):
-        plan = make_plan(recipe, out, cluster, resume=resume, data=data, accept=accept_data_changes)
+        plan = prepare_run(recipe, out, cluster, resume=resume, data=data, accept=accept_data_changes)
         with sound_kernels(cluster.device, plan.config.length):
             run = Run(plan, cluster, console or Console(), signals)
             try:
@@ -85,11 +86,11 @@ def train(
                 run.close()
         if signals.number:  # during the last step or after it
             raise Stopped(signals.number, f"stopped; the run in {out} is complete, `vitlab report {out}` describes it")
-        return Outcome(out, run.report, time.monotonic() - began, cluster.first, plan.data)
+        return TrainResult(out, run.report, time.monotonic() - began, cluster.first, plan.data)
 
 
 class Run:
-    def __init__(self, plan: Plan, cluster: Cluster, console: Console, signals: Signals | None = None) -> None:
+    def __init__(self, plan: RunSetup, cluster: Cluster, console: Console, signals: Signals | None = None) -> None:
         r = plan.recipe
         self.plan, self.recipe, self.cluster, self.signals = plan, r, cluster, signals or Signals()
         self.steps = r.steps or 0
@@ -98,17 +99,17 @@ class Run:
         self.core, self.goal = self.make_core()
         compiled = r.compile == "yes" or (r.compile == "auto" and cluster.device.type == "cuda")
         self.module = wrap(self.core, cluster, recompute=r.recompute, compiled=compiled, parallel=r.parallel)
-        self.optimiser = make_optimiser(
+        self.optimizer = make_optimizer(
             self.core,
-            r.optimiser,
+            r.optimizer,
             weight_decay=r.weight_decay,
             betas=(r.beta1, r.beta2),
             momentum=r.momentum,
-            recorded=r.graph and cluster.device.type == "cuda" and cluster.world == 1,
+            recorded=r.cuda_graph and cluster.device.type == "cuda" and cluster.world == 1,
         )
-        self.recorded: Recorded | None = None
+        self.recorded: GraphedStep | None = None
         self.average = Average(self.core, r.ema) if r.ema else None
-        self.saver = sharded.Saver(cluster) if self.sharded else None
+        self.saver = sharded.ShardedWriter(cluster) if self.sharded else None
         self.flops = 0
         facts = self.take_up()
         self.done, self.best, self.micro, self.tested = facts.step, facts.best, facts.micro, facts.tested
@@ -125,11 +126,11 @@ class Run:
 
     # ---- getting ready
 
-    def make_core(self) -> tuple[nn.Module, Goal]:
+    def make_core(self) -> tuple[nn.Module, Objective]:
         """The module that learns, on its device, and what it learns."""
         model, r, config = self.plan.model(), self.recipe, self.plan.config
         core: nn.Module = model
-        goal: Goal = Classify(sigmoid_loss if r.objective == "sigmoid" else softmax_loss)
+        goal: Objective = Classify(sigmoid_loss if r.objective == "sigmoid" else softmax_loss)
         if r.objective == "masked":
             if not isinstance(model, ViT) or not isinstance(config, ViTConfig):
                 raise UserError(f"masked patch prediction needs a transformer, and {r.model} is a ResNet")
@@ -139,18 +140,18 @@ class Run:
                 p.requires_grad_(name.startswith("head."))
         return core.to(self.cluster.device, self.dtype), goal
 
-    def take_up(self) -> Facts:
+    def take_up(self) -> CheckpointMeta:
         """The state to continue from; at the very beginning, the micro-batch is chosen."""
         found = self.plan.found
         if found is None or found.facts.world != self.cluster.world:  # another share of the batch
             micro = choose_micro(self.plan, self.cluster, self.core, bf16=self.bf16)
         if found is None:
-            return Facts(step=0, log_bytes=0, micro=micro, best=None)
+            return CheckpointMeta(step=0, log_bytes=0, micro=micro, best=None)
         for torn in found.torn:
             self.warn(f"passed over the checkpoint {torn}")
         pieces = sharded.in_pieces(found.folder)  # whatever this run writes itself
         state = sharded.load(found.folder, self.core) if pieces else checkpoint.load(found.folder)
-        checkpoint.restore(state, self.core, self.optimiser, self.average)
+        checkpoint.restore(state, self.core, self.optimizer, self.average)
         self.cluster.barrier()
         if self.cluster.first:
             checkpoint.tidy(last(self.plan.out), found.folder)
@@ -214,7 +215,7 @@ class Run:
         return int(self.cluster.sum(numbers).max())
 
     def step(self, step: int) -> None:
-        set_rate(self.optimiser, self.rate(step))
+        set_rate(self.optimizer, self.rate(step))
         while (made := self.attempt(step)) is None:
             self.shrink(step)
         loss, norm = made
@@ -239,22 +240,22 @@ class Run:
         total = torch.zeros((), device=self.cluster.device, dtype=self.dtype)
         for part in range(self.parts):
             batch = self.next_batch(step, part)
-            with gradients(self.module, last=part == self.parts - 1):
+            with gradient_sync(self.module, last=part == self.parts - 1):
                 total += self.add(batch, step)
         return total
 
     def replay(self, step: int) -> tuple[Tensor, Tensor]:
         """A step as one CUDA graph, once it is recorded."""
         if self.recorded is None:
-            self.recorded = Recorded(lambda batch: (self.add(batch, step), self.move()))
+            self.recorded = GraphedStep(lambda batch: (self.add(batch, step), self.move()))
         return self.recorded(self.next_batch(step, 0))
 
     @property
     def recordable(self) -> bool:
         r, c = self.recipe, self.cluster
-        whole = c.device.type == "cuda" and c.world == 1 and self.parts == 1
+        one = c.device.type == "cuda" and c.world == 1 and self.parts == 1
         # the host draws masks, and keeps the generator's state for activations made twice
-        return r.graph and whole and r.optimiser == "adamw" and r.objective != "masked" and not r.recompute
+        return r.cuda_graph and one and r.optimizer == "adamw" and r.objective != "masked" and not r.recompute
 
     def next_batch(self, step: int, part: int) -> Batch:
         """A micro-batch, with the model's generator set to where it belongs."""
@@ -275,9 +276,9 @@ class Run:
         """Change the weights; the norm of the gradient, before it was clipped."""
         norm = clip(self.core.parameters(), self.recipe.clip)
         self.changing = True
-        self.optimiser.step()
+        self.optimizer.step()
         self.changing = False
-        self.optimiser.zero_grad()
+        self.optimizer.zero_grad()
         return norm
 
     def shrink(self, step: int) -> None:
@@ -291,7 +292,7 @@ class Run:
         self.warn(f"out of memory with micro-batches of {self.micro} images; going on with {smaller[0]}")
         self.micro = smaller[0]
         self.recorded = None
-        self.optimiser.zero_grad()
+        self.optimizer.zero_grad()
         self.batches = self.stream(step)
         self.tester.shrink(2 * self.micro)
         gc.collect()
@@ -336,7 +337,7 @@ class Run:
         """Speed has records of its own: unlike all others, they differ from run to run."""
         words = {"loss": f"{loss:.4f}", "images/s": f"{speed:.0f}"}
         record: dict[str, Any] = {"speed": {"step": step, "images_per_second": round(speed, 1)}}
-        top = peak(self.cluster.device)
+        top = peak_flops(self.cluster.device)
         if top is not None:
             self.flops = self.flops or cost(lambda: build(self.plan.config)).train_flops
             used = speed * self.flops / top / self.cluster.world
@@ -400,10 +401,10 @@ class Run:
     def save(self, wait: bool) -> None:
         """checkpoints/last: all that is needed to go on. Sharded runs go on while it is written, unless they end."""
         self.flush()
-        state = checkpoint.state_of(self.core, self.optimiser, self.average)
+        state = checkpoint.state_of(self.core, self.optimizer, self.average)
         with checkpoint.disk_errors(self.plan.out / LOG):
             length = self.log.flush() if self.log is not None else 0
-        facts = Facts(self.done, length, self.micro, self.best, self.cluster.world, self.tested)
+        facts = CheckpointMeta(self.done, length, self.micro, self.best, self.cluster.world, self.tested)
         if self.saver is not None:
             self.saver.save(last(self.plan.out), state, facts)
             if wait:
@@ -426,7 +427,7 @@ class Run:
         averaged = self.average.applied() if self.average is not None else nullcontext()
         with averaged:
             model = self.core.vit if isinstance(self.core, MaskedPatches) else self.core
-            return {name: whole(tensor).detach().cpu().clone() for name, tensor in model.state_dict().items()}
+            return {name: gather_full(tensor).detach().cpu().clone() for name, tensor in model.state_dict().items()}
 
     def write_model(self, folder: Path, weights: dict[str, Tensor]) -> None:
         model = build(self.plan.config)

@@ -15,17 +15,17 @@ from pathlib import Path
 
 import numpy as np
 
-from vitlab.config import UserError
-from vitlab.data.draws import Ints
-from vitlab.data.folder import Files
+from vitlab.data.folder import FileSource
 from vitlab.data.images import BrokenImage
-from vitlab.data.parquet import Rows
-from vitlab.data.shards import PIPE, Shards
-from vitlab.data.sources import Arrays, Data, Part, Source
-from vitlab.data.splits import cache_folder
+from vitlab.data.parquet import ParquetSource
+from vitlab.data.rng import Ints
+from vitlab.data.shards import PIPE, ShardSource
+from vitlab.data.source import ArraySource, Data, ImageSource, Subset
+from vitlab.errors import UserError
+from vitlab.files import cache_folder, fsync, sha256
+from vitlab.terminal import warn
+from vitlab.text import brief
 from vitlab.training.checkpoint import disk_errors
-from vitlab.training.progress import warn
-from vitlab.weights.files import brief, flush, sha256
 
 NAME = "data.txt.gz"
 SHOWN = 10  # differences named one by one
@@ -58,27 +58,27 @@ def printable(name: str) -> str:
 SIGNS = {ord(sign): f"\\x{ord(sign):02x}" for sign in "\t\n\r\x1b"}
 
 
-def entries(source: Source, indices: Ints, hashed: bool) -> Iterator[Entry]:
+def entries(source: ImageSource, indices: Ints, hashed: bool) -> Iterator[Entry]:
     """Names and sizes by what is cheap for each kind: no image is opened unless its content is asked for."""
-    if isinstance(source, Part):
+    if isinstance(source, Subset):
         yield from entries(source.whole, source.indices[indices], hashed)
-    elif isinstance(source, Files):
+    elif isinstance(source, FileSource):
         yield from files(source, indices, hashed)
-    elif isinstance(source, Shards):
+    elif isinstance(source, ShardSource):
         short = [str(i) if url.startswith(PIPE) else os.path.basename(url) for i, url in enumerate(source.urls)]
         for i in indices.tolist():
             name = f"{short[source.shard[i]]}: {os.fsdecode(source.keys[i])}"
             yield name, int(source.length[i]), pixels(source, i) if hashed else ""
-    elif isinstance(source, Rows):
+    elif isinstance(source, ParquetSource):
         for i in indices.tolist():
             yield f"row {i}", 0, pixels(source, i) if hashed else ""
     else:
         for i in indices.tolist():
-            size = source.pixels[i].nbytes if isinstance(source, Arrays) else 0
+            size = source.pixels[i].nbytes if isinstance(source, ArraySource) else 0
             yield source.name(i), size, pixels(source, i) if hashed else ""
 
 
-def files(source: Files, indices: Ints, hashed: bool) -> Iterator[Entry]:
+def files(source: FileSource, indices: Ints, hashed: bool) -> Iterator[Entry]:
     root = str(source.root if source.root != Path("/") else cache_folder().absolute())  # the latter: known sets
 
     def look(some: Ints) -> list[Entry]:
@@ -102,7 +102,7 @@ def content(path: str, hashed: bool) -> tuple[int, str]:
         return 0, ""
 
 
-def pixels(source: Source, index: int) -> str:
+def pixels(source: ImageSource, index: int) -> str:
     """The content of an image that is no file: what it looks like."""
     try:
         image = source.image(index)
@@ -111,11 +111,13 @@ def pixels(source: Source, index: int) -> str:
     return hashlib.sha256(f"{image.size}".encode() + image.tobytes()).hexdigest()[:DIGITS]
 
 
-def containers(source: Source) -> list[tuple[str, int]]:
+def containers(source: ImageSource) -> list[tuple[str, int]]:
     """The files that images lie in, with their sizes."""
-    if isinstance(source, Part):
+    if isinstance(source, Subset):
         return containers(source.whole)
-    paths = source.files if isinstance(source, Rows) else source.urls if isinstance(source, Shards) else []
+    paths = (
+        source.files if isinstance(source, ParquetSource) else source.urls if isinstance(source, ShardSource) else []
+    )
     return [(os.path.basename(path), os.path.getsize(path)) for path in paths if not path.startswith(PIPE)]
 
 
@@ -127,7 +129,7 @@ def write(out: Path, text: str) -> None:
     with disk_errors(out / NAME):
         new = out / f"{NAME}.new"
         new.write_bytes(gzip.compress(text.encode(), 1, mtime=0))
-        flush(new)
+        fsync(new)
         new.rename(out / NAME)
 
 

@@ -1,7 +1,7 @@
-"""Masked patch prediction, the paper's self-supervision: corrupt half of the patches, predict their mean colour.
+"""Masked patch prediction, the paper's self-supervision: corrupt half of the patches, predict their mean color.
 
 Of the corrupted patches 80 % become a learned mask embedding, 10 % another patch's embedding, 10 % stay as they
-are. The target is the patch's mean colour in 3 bits a channel: 8 x 8 x 8 = 512 classes. What becomes of a patch
+are. The target is the patch's mean color in 3 bits a channel: 8 x 8 x 8 = 512 classes. What becomes of a patch
 is a hash of (seed, step, image, patch), so a resumed run corrupts the same patches.
 
 Shapes: B batch, N patches, D width.
@@ -15,14 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitlab.config import Preprocess, Size, UserError
 from vitlab.data.loader import Batch
 from vitlab.device import send
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess, Size
 from vitlab.models.vit import ViT
 from vitlab.training.objectives import precise
 
 LEVELS = 8
-COLOURS = LEVELS**3
+COLORS = LEVELS**3
 CORRUPTED, MASKED, SWAPPED = 0.5, 0.8, 0.1
 TEST = -1  # the step of evaluation
 
@@ -53,8 +54,8 @@ def corrupt(seed: int, step: int, index: Tensor, patches: int) -> Corruption:
     )
 
 
-def colours(images: Tensor, preprocess: Preprocess, stride: int) -> Tensor:
-    """The class of each patch, (B, N): mean colour in pixel space, 3 bits a channel, red the most significant."""
+def colors(images: Tensor, preprocess: Preprocess, stride: int) -> Tensor:
+    """The class of each patch, (B, N): mean color in pixel space, 3 bits a channel, red the most significant."""
     mean, std = (send(np.array(x), images.device)[:, None, None] for x in (preprocess.mean, preprocess.std))
     pixels = images.float() * std + mean  # (B, 3, height, width) in [0, 1]
     average = F.avg_pool2d(pixels, stride)
@@ -64,7 +65,7 @@ def colours(images: Tensor, preprocess: Preprocess, stride: int) -> Tensor:
 
 
 class MaskedPatches(nn.Module):
-    """A ViT that predicts the colours of corrupted patches; the ViT inside is what the run is for."""
+    """A ViT that predicts the colors of corrupted patches; the ViT inside is what the run is for."""
 
     def __init__(self, vit: ViT) -> None:
         super().__init__()
@@ -73,12 +74,12 @@ class MaskedPatches(nn.Module):
         self.vit = vit
         self.mask = nn.Parameter(torch.zeros(vit.config.width))
         nn.init.normal_(self.mask, std=0.02)
-        self.head = nn.Linear(vit.config.width, COLOURS)
+        self.head = nn.Linear(vit.config.width, COLORS)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, images: Tensor, fate: Corruption) -> Tensor:
-        """Logits of the colour of every patch, (B, N, 512)."""
+        """Logits of the color of every patch, (B, N, 512)."""
         x = self.vit.patches(images)  # (B, N, D)
         swapped = x.gather(1, fate.other[..., None].expand_as(x))
         x = torch.where(fate.swapped[..., None], swapped, x)
@@ -88,7 +89,7 @@ class MaskedPatches(nn.Module):
 
 @dataclass(frozen=True)
 class PredictPatches:
-    """The goal: colours of corrupted patches. On the test set every image is corrupted the same way each time."""
+    """The goal: colors of corrupted patches. On the test set every image is corrupted the same way each time."""
 
     preprocess: Preprocess
     seed: int
@@ -104,12 +105,12 @@ class PredictPatches:
         losses, logits, targets, fate = self.predict(module, batch, TEST)
         right = (logits.argmax(-1) == targets) & fate.chosen
         sums = torch.stack([fate.chosen.sum(), right.sum(), (losses * fate.chosen).sum()])
-        return torch.cat([sums, torch.bincount(targets[fate.chosen], minlength=COLOURS).to(sums)])
+        return torch.cat([sums, torch.bincount(targets[fate.chosen], minlength=COLORS).to(sums)])
 
     def report(self, sums: list[float]) -> dict[str, float]:
-        """`prior` is the least loss that any fixed guess can have on these patches: the entropy of their colours."""
-        patches, right, loss, *colours = sums
-        prior = -sum(n / patches * math.log(n / patches) for n in colours if n)
+        """`prior` is the least loss that any fixed guess can have on these patches: the entropy of their colors."""
+        patches, right, loss, *colors = sums
+        prior = -sum(n / patches * math.log(n / patches) for n in colors if n)
         return {"accuracy": right / patches, "loss": loss / patches, "prior": prior}
 
     def score(self, report: dict[str, float]) -> float:
@@ -117,7 +118,7 @@ class PredictPatches:
 
     def predict(self, module: nn.Module, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor, Corruption]:
         fate = corrupt(self.seed, step, batch.index, self.grid[0] * self.grid[1])
-        targets = colours(batch.images, self.preprocess, self.stride)
+        targets = colors(batch.images, self.preprocess, self.stride)
         logits = module(batch.images, fate)
         losses = F.cross_entropy(precise(logits).flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
         return losses, logits, targets, fate

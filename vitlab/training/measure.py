@@ -5,15 +5,20 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from vitlab.config import Size
 from vitlab.data.loader import Batch
-from vitlab.training.objectives import Goal
+from vitlab.models.config import Size
+from vitlab.training.objectives import Objective
 from vitlab.training.parallel import Cluster
 
 
 @torch.no_grad()
 def measure(
-    goal: Goal, module: nn.Module, batches: Iterable[Batch], spare: Callable[[], Batch], cluster: Cluster, passes: int
+    goal: Objective,
+    module: nn.Module,
+    batches: Iterable[Batch],
+    spare: Callable[[], Batch],
+    cluster: Cluster,
+    passes: int,
 ) -> dict[str, float]:
     """The goal's report. Batches may differ in size and number from process to process.
 

@@ -1,4 +1,4 @@
-"""What a run minimises and how it is measured.
+"""What a run minimizes and how it is measured.
 
 A goal gives the mean loss per image of a batch. Each mean divides by a number that does not depend on chance, so
 that the mean of equal micro-batches is exactly the mean of the whole batch. For the test set a goal gives sums,
@@ -20,10 +20,10 @@ from vitlab.evaluation.accuracy import hits
 
 SIGMOID_BIAS = -10.0  # of a fresh head: with thousands of classes, almost every answer begins as "no"
 
-Objective = Literal["softmax", "sigmoid", "masked"]
+ObjectiveName = Literal["softmax", "sigmoid", "masked"]
 
 
-class Goal(Protocol):
+class Objective(Protocol):
     def loss(self, module: nn.Module, batch: Batch, step: int) -> Tensor:
         """The mean loss of a micro-batch."""
         ...

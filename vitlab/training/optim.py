@@ -1,4 +1,4 @@
-"""How weights move: learning-rate schedules, which weights decay, the two optimisers, clipping, Polyak averaging."""
+"""How weights move: learning-rate schedules, which weights decay, the two optimizers, clipping, Polyak averaging."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 Decay = Literal["linear", "cosine", "constant"]
-Kind = Literal["adamw", "sgd"]
+OptimizerName = Literal["adamw", "sgd"]
 
 
 def learning_rate(step: int, *, base: float, steps: int, warmup: int, decay: Decay) -> float:
@@ -33,9 +33,9 @@ def decays(name: str, parameter: Tensor) -> bool:
     return name.rpartition(".")[2] == "weight" and parameter.ndim >= 2
 
 
-def make_optimiser(
+def make_optimizer(
     module: nn.Module,
-    kind: Kind,
+    kind: OptimizerName,
     *,
     weight_decay: float,
     betas: tuple[float, float],
@@ -58,8 +58,8 @@ def make_optimiser(
     return torch.optim.SGD(groups, lr=0.0, momentum=momentum)
 
 
-def set_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimiser.param_groups:
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
         else:

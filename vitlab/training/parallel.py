@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from vitlab.config import UserError
 from vitlab.device import pick_device
+from vitlab.errors import UserError
 
 Parallel = Literal["ddp", "fsdp"]
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class Cluster:
 
 
 @contextmanager
-def joined(device: str = "auto") -> Iterator[Cluster]:
+def process_group(device: str = "auto") -> Iterator[Cluster]:
     """This process as part of the run torchrun started, or alone; inside another `joined` it is that one."""
     place = pick_device(device)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -154,7 +154,7 @@ def blocks(module: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def gradients(module: nn.Module, last: bool) -> Iterator[None]:
+def gradient_sync(module: nn.Module, last: bool) -> Iterator[None]:
     """Gradients are exchanged after the last micro-batch of a step only."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
@@ -165,12 +165,12 @@ def gradients(module: nn.Module, last: bool) -> Iterator[None]:
         yield
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full(tensor: Tensor) -> Tensor:
     """A tensor in one piece, gathered from the processes that hold its parts."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def placed(tensor: Tensor, like: Tensor) -> Tensor:
+def place_like(tensor: Tensor, like: Tensor) -> Tensor:
     """A tensor where another one is: on its device, and in its parts if that one is in parts."""
     if isinstance(like, DTensor) and not isinstance(tensor, DTensor):
         return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)

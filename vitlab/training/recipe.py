@@ -1,4 +1,4 @@
-"""A run as data: model, data, length, optimiser and the rest, checked once, with `key=value` overrides."""
+"""A run as data: model, data, length, optimizer and the rest, checked once, with `key=value` overrides."""
 
 import dataclasses
 import typing
@@ -6,25 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from vitlab.config import (
-    AttentionKind,
-    Gelu,
-    Placement,
-    Pool,
-    PositionKind,
-    Preprocess,
-    Size,
-    UserError,
-    at_least,
-    check_rate,
-    check_types,
-    listed,
-    parse_settings,
-)
 from vitlab.data.loader import BROKEN_LIMIT
 from vitlab.data.transforms import Augment
-from vitlab.training.objectives import Objective
-from vitlab.training.optim import Decay, Kind
+from vitlab.errors import UserError
+from vitlab.models.config import AttentionKind, Gelu, Placement, Pool, PositionKind, Preprocess, Size
+from vitlab.settings import at_least, check_rate, check_types, parse_settings
+from vitlab.text import listed
+from vitlab.training.objectives import ObjectiveName
+from vitlab.training.optim import Decay, OptimizerName
 from vitlab.training.parallel import Parallel
 
 Precision = Literal["auto", "float32", "bfloat16", "float64"]
@@ -48,7 +37,7 @@ class Recipe:
     data: str
     image_size: Size = (224, 224)
     weights: str | None = None  # what to start from, as vitlab.load takes it; none: fresh
-    objective: Objective = "softmax"
+    objective: ObjectiveName = "softmax"
     freeze: Freeze = "none"  # body: only the head learns
 
     # the model's own settings; none: as the variant, or the weights, have it
@@ -81,8 +70,8 @@ class Recipe:
     batch: int = 4096
     micro: int | None = None  # images of a process at a time; none: what its memory carries
 
-    # optimiser
-    optimiser: Kind = "adamw"
+    # optimizer
+    optimizer: OptimizerName = "adamw"
     lr: float = 1e-3
     warmup: int = 0
     decay: Decay = "cosine"
@@ -98,7 +87,7 @@ class Recipe:
     device: str = "auto"
     precision: Precision = "auto"
     compile: Compile = "auto"
-    graph: bool = False  # where one GPU takes a batch whole, AdamW's step as one CUDA graph: for small models
+    cuda_graph: bool = False  # where one GPU takes a batch whole, AdamW's step as one CUDA graph: for small models
     recompute: bool = False  # activation checkpointing: less memory, a third more compute
     parallel: Parallel = "ddp"  # under torchrun: the whole model in each process, or its parts
     workers: int | None = None  # processes that read images; none: by the machine

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load as load_pieces
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from vitlab.config import UserError
+from vitlab.errors import UserError
+from vitlab.text import brief
 from vitlab.training import checkpoint
-from vitlab.training.checkpoint import METADATA, Facts, disk_errors, seal, sibling
+from vitlab.training.checkpoint import METADATA, CheckpointMeta, disk_errors, seal, sibling
 from vitlab.training.parallel import Cluster
-from vitlab.weights.files import brief
 
 ADMITTED = {
     "torch.distributed.checkpoint.metadata": {
@@ -79,7 +79,7 @@ def in_pieces(folder: Path) -> bool:
     return (folder / METADATA).exists()
 
 
-class Saver:
+class ShardedWriter:
     """Writes checkpoints while training goes on: the state is copied to the CPU, the rest happens in a thread.
 
     Its messages go through a process group of their own, so that they cannot mix with the loop's. The first process
@@ -92,7 +92,7 @@ class Saver:
         self.thread = ThreadPoolExecutor(1)
         self.pending: Future[None] | None = None
 
-    def save(self, folder: Path, state: dict[str, Tensor], facts: Facts) -> None:
+    def save(self, folder: Path, state: dict[str, Tensor], facts: CheckpointMeta) -> None:
         """As `checkpoint.save`, by all processes together; the one before it is finished first."""
         self.wait()
         if self.cluster.first:
@@ -103,7 +103,7 @@ class Saver:
         written = async_save(dict(state), storage_writer=writer, process_group=self.group)
         self.pending = self.thread.submit(self._finish, written, folder, facts)
 
-    def _finish(self, written: Any, folder: Path, facts: Facts) -> None:
+    def _finish(self, written: Any, folder: Path, facts: CheckpointMeta) -> None:
         with disk_errors(folder):
             try:
                 written.result()
@@ -133,7 +133,7 @@ def load(folder: Path, module: nn.Module) -> dict[str, Tensor]:
     for key, entry in read_metadata(folder).state_dict_metadata.items():
         part, _, name = key.partition("/")
         home = own if part == "model" else parameters
-        like = home.get(name.rpartition("/")[0] if part == "optimiser" else name)
+        like = home.get(name.rpartition("/")[0] if part == "optimizer" else name)
         if like is None:
             raise UserError(f"the checkpoint's tensor '{key[:100]}' does not belong to this run's model")
         scalar = isinstance(entry, TensorStorageMetadata) and not entry.size

@@ -2,6 +2,6 @@
 
 from vitlab.weights.convert import convert
 from vitlab.weights.load import load
-from vitlab.weights.store import labels_of, preprocess_of, save
+from vitlab.weights.save import save
 
-__all__ = ["convert", "labels_of", "load", "preprocess_of", "save"]
+__all__ = ["convert", "load", "save"]

@@ -3,10 +3,12 @@
 import os
 from pathlib import Path
 
-from vitlab.config import Gelu, Size, Standardize, UserError, as_size, listed
+from vitlab.errors import UserError
+from vitlab.files import atomic_path
+from vitlab.models.config import Gelu, Size, Standardize, as_size
+from vitlab.text import listed
+from vitlab.weights.formats.base import FormatDefaults
 from vitlab.weights.load import FORMATS, read_checkpoint
-from vitlab.weights.reading import Traits
-from vitlab.weights.store import whole
 
 
 def convert(
@@ -38,10 +40,10 @@ def convert(
         raise UserError(f"a {to} checkpoint is a file that ends in {listed(endings)}, not {path}")
     if path.exists():
         raise UserError(f"{path} exists; remove it or name another place")
-    given = Traits(heads, gelu, norm_eps, group_eps, standardize, standardize_eps)
+    given = FormatDefaults(heads, gelu, norm_eps, group_eps, standardize, standardize_eps)
     size = None if image_size is None else as_size(image_size)
     found = read_checkpoint(source, given, format=format, image_size=size)
     if size not in (None, found.config.image_size):
         raise UserError(f"convert does not resample positions; load {source} with image_size={size} and save that")
-    with whole(path, folder) as place:
+    with atomic_path(path, folder) as place:
         FORMATS[to].write(found.config, found.tensors, found.card, place)

@@ -7,8 +7,8 @@ for good.
 import re
 from pathlib import Path
 
-from vitlab.config import UserError
-from vitlab.weights.files import brief
+from vitlab.errors import UserError
+from vitlab.text import brief
 
 FILES = ["config.json", "preprocessor_config.json", "model.safetensors"]
 OLD_WEIGHTS = "pytorch_model.bin"

@@ -1,4 +1,4 @@
-"""`vitlab.load`: everyone's checkpoints as our models. The way in: open, recognise, read, check, move, fill."""
+"""`vitlab.load`: everyone's checkpoints as our models. The way in: open, recognize, read, check, move, fill."""
 
 import dataclasses
 import logging
@@ -9,28 +9,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vitlab.config import (
-    Gelu,
-    ModelConfig,
-    Preprocess,
-    ResNetConfig,
-    Size,
-    Standardize,
-    UserError,
-    as_size,
-    listed,
-    valid_text,
-)
+from vitlab.errors import UserError
+from vitlab.files import read_json, sha256
+from vitlab.models.card import Card
+from vitlab.models.config import Gelu, ModelConfig, Preprocess, ResNetConfig, Size, Standardize, as_size
+from vitlab.models.meta import fill_model, meta_model
 from vitlab.models.positions import Resample
 from vitlab.models.variants import Model
-from vitlab.weights import google, hub, huggingface, store, timm, torchvision
-from vitlab.weights.assemble import blank, filled
-from vitlab.weights.files import brief, open_tensors, read_json, sha256
-from vitlab.weights.reading import Card, Format, Reading, Source, Traits, traits_of
-from vitlab.weights.table import inward, named
+from vitlab.text import brief, listed, valid_text
+from vitlab.weights import hub
+from vitlab.weights.formats import google, huggingface, timm, torchvision, vitlab
+from vitlab.weights.formats.base import Description, Format, FormatDefaults, RawCheckpoint, defaults_of
+from vitlab.weights.formats.table import inward, named
+from vitlab.weights.tensors import open_tensors
 
 FORMATS: dict[str, Format] = {
-    "vitlab": store,
+    "vitlab": vitlab,
     "huggingface": huggingface,
     "timm": timm,
     "torchvision": torchvision,
@@ -60,16 +54,16 @@ def load(
     >>> vitlab.load("R26_S_32.npz", classes=37, image_size=384)
 
     Other `classes` than the file's give a head of zeros; another `image_size` resamples the positions. The format
-    is recognised by what the file holds, or named. The rest is what many files do not say: each goes before what
+    is recognized by what the file holds, or named. The rest is what many files do not say: each goes before what
     the file, or else its format, says.
     """
-    given = Traits(heads, gelu, norm_eps, group_eps, standardize, standardize_eps, preprocess)
+    given = FormatDefaults(heads, gelu, norm_eps, group_eps, standardize, standardize_eps, preprocess)
     size = None if image_size is None else as_size(image_size)
     found = read_checkpoint(source, given, format=format, image_size=size)
     if classes is not None and classes != found.config.classes:
         found = new_head(found, classes)
-    model = filled(found.config, one_type(found.tensors, str(source)))
-    store.attach(model, found.card)
+    model = fill_model(found.config, one_type(found.tensors, str(source)))
+    model.card = found.card
     if size is not None and size != model.config.image_size:
         model.resize(size, resample)
     return model
@@ -85,20 +79,20 @@ class Checkpoint:
 
 
 def read_checkpoint(
-    name: str | os.PathLike[str], given: Traits, *, format: str | None = None, image_size: Size | None = None
+    name: str | os.PathLike[str], given: FormatDefaults, *, format: str | None = None, image_size: Size | None = None
 ) -> Checkpoint:
     try:
         source = open_source(name)
-        return move(source, recognise(source, format), given, image_size)
+        return move(source, recognize(source, format), given, image_size)
     except OSError as error:
         raise UserError(f"{os.fspath(name)} cannot be read: {brief(error)}") from None
 
 
-def move(source: Source, kind: str, given: Traits, image_size: Size | None) -> Checkpoint:
+def move(source: RawCheckpoint, kind: str, given: FormatDefaults, image_size: Size | None) -> Checkpoint:
     """Their tensors as ours; what is wrong is said with the source's name."""
     try:
         reading = FORMATS[kind].read(source, given, image_size)
-        tensors = inward(reading.table, blank(reading.config).state_dict(), source.tensors)
+        tensors = inward(reading.table, meta_model(reading.config).state_dict(), source.tensors)
     except UserError as error:
         known = source.name in str(error) or str(source.tensors.path) in str(error)
         raise error if known else UserError(f"{source.name}: {error}") from None
@@ -114,11 +108,11 @@ def move(source: Source, kind: str, given: Traits, image_size: Size | None) -> C
 # ---- open
 
 
-def open_source(source: str | os.PathLike[str]) -> Source:
+def open_source(source: str | os.PathLike[str]) -> RawCheckpoint:
     name = os.fspath(source)
     path = Path(name).expanduser()
     if path.is_file():
-        return Source(name, open_tensors(path), {}, {})
+        return RawCheckpoint(name, open_tensors(path), {}, {})
     if path.is_dir():
         return open_folder(name, path)
     if isinstance(source, str) and hub.looks_like_id(source):
@@ -128,22 +122,22 @@ def open_source(source: str | os.PathLike[str]) -> Source:
     raise UserError(f"there is no file or folder {name}{why}")
 
 
-def open_folder(name: str, path: Path) -> Source:
-    if store.is_ours(path):
-        config = read_json(store.find_config(path))
-        return Source(name, open_tensors(path / store.WEIGHTS), config, {})
-    weights = next((path / file for file in (store.WEIGHTS, hub.OLD_WEIGHTS) if (path / file).is_file()), None)
+def open_folder(name: str, path: Path) -> RawCheckpoint:
+    if vitlab.is_ours(path):
+        config = read_json(vitlab.find_config(path))
+        return RawCheckpoint(name, open_tensors(path / vitlab.WEIGHTS), config, {})
+    weights = next((path / file for file in (vitlab.WEIGHTS, hub.OLD_WEIGHTS) if (path / file).is_file()), None)
     if weights is None:
-        raise UserError(f"{name} has neither {store.WEIGHTS} nor {hub.OLD_WEIGHTS}; name a file in it")
+        raise UserError(f"{name} has neither {vitlab.WEIGHTS} nor {hub.OLD_WEIGHTS}; name a file in it")
     beside = [path / "config.json", path / "preprocessor_config.json"]
     config, processor = (read_json(file) if file.is_file() else {} for file in beside)
-    return Source(name, open_tensors(weights), config, processor)
+    return RawCheckpoint(name, open_tensors(weights), config, processor)
 
 
-# ---- recognise
+# ---- recognize
 
 
-def recognise(source: Source, format: str | None) -> str:
+def recognize(source: RawCheckpoint, format: str | None) -> str:
     if format is not None:
         if format not in FORMATS:
             raise UserError(f"there is no format '{format}'; the formats are {listed(FORMATS)}")
@@ -157,8 +151,8 @@ def recognise(source: Source, format: str | None) -> str:
     raise UserError(f"{source.name} is of no format this package knows ({listed(FORMATS)}): it holds {some} ...")
 
 
-def say_guesses(source: Source, kind: str, reading: Reading) -> None:
-    traits = traits_of(reading.config)
+def say_guesses(source: RawCheckpoint, kind: str, reading: Description) -> None:
+    traits = defaults_of(reading.config)
     values = {field.name: getattr(traits, field.name) for field in dataclasses.fields(traits)}
     values |= {"preprocess": reading.card.preprocess, "image_size": reading.config.image_size}
     if reading.guessed:

@@ -1,6 +1,6 @@
-// Pixels on canvases: the picture, maps over it, and grids of colours.
+// Pixels on canvases: the picture, maps over it, and grids of colors.
 
-// Viridis at 17 points: from dark to light without a turn, and the same to the colour-blind.
+// Viridis at 17 points: from dark to light without a turn, and the same to the color-blind.
 const VIRIDIS = [
   "440154", "48186a", "472d7b", "424086", "3b528b", "33638d", "2c728e", "26828e", "21918c",
   "1fa088", "28ae80", "3fbc73", "5ec962", "84d44b", "addc30", "d8e219", "fde725",
@@ -23,12 +23,12 @@ function newCanvas(width, height) {
   return canvas;
 }
 
-// A canvas of width x height whose pixels are colour(x, y), three bytes each.
-export function painted(width, height, colour, canvas = newCanvas(width, height)) {
+// A canvas of width x height whose pixels are color(x, y), three bytes each.
+export function painted(width, height, color, canvas = newCanvas(width, height)) {
   const pixels = new ImageData(width, height);
   for (let y = 0, at = 0; y < height; y++) {
     for (let x = 0; x < width; x++, at += 4) {
-      pixels.data.set(colour(x, y), at);
+      pixels.data.set(color(x, y), at);
       pixels.data[at + 3] = 255;
     }
   }
@@ -36,8 +36,8 @@ export function painted(width, height, colour, canvas = newCanvas(width, height)
   return canvas;
 }
 
-// A grid of colours, (h, w, 3), one pixel a cell; the style sheet enlarges it without blur.
-export function colours(grid) {
+// A grid of colors, (h, w, 3), one pixel a cell; the style sheet enlarges it without blur.
+export function colors(grid) {
   const canvas = painted(grid[0].length, grid.length, (x, y) => grid[y][x]);
   canvas.className = "blocky";
   return canvas;
@@ -54,21 +54,21 @@ function scaled(map) {
   return map.map((row) => row.map((value) => (span > 0 ? (value - low) / span : 0)));
 }
 
-// A map, (h, w), in colours, one pixel a cell.
+// A map, (h, w), in colors, one pixel a cell.
 export function heat(map) {
   const share = scaled(map);
-  return colours(share.map((row) => row.map(viridis)));
+  return colors(share.map((row) => row.map(viridis)));
 }
 
-// The same drawn smoothly: values between the patches' centres are linear, and then become colours.
+// The same drawn smoothly: values between the patches' centers are linear, and then become colors.
 function smooth(map) {
   const share = scaled(map);
   const [h, w] = [map.length, map[0].length];
   const fine = Math.max(2, Math.min(FINE, Math.floor(SIDE / Math.max(h, w))));
   const at = (place, length) => {
-    const centre = Math.min(Math.max((place + 0.5) / fine - 0.5, 0), length - 1);
-    const low = Math.min(Math.floor(centre), Math.max(0, length - 2));
-    return [low, Math.min(low + 1, length - 1), centre - low];
+    const center = Math.min(Math.max((place + 0.5) / fine - 0.5, 0), length - 1);
+    const low = Math.min(Math.floor(center), Math.max(0, length - 2));
+    return [low, Math.min(low + 1, length - 1), center - low];
   };
   return painted(w * fine, h * fine, (x, y) => {
     const [x0, x1, u] = at(x, w);
@@ -90,7 +90,7 @@ function prepare(canvas, picture, side) {
   return context;
 }
 
-// The picture with a map over it. Under the map it is grey and darker, so that colour and light are the map's.
+// The picture with a map over it. Under the map it is grey and darker, so that color and light are the map's.
 export function overlay(canvas, picture, map, strength) {
   const context = prepare(canvas, picture, SIDE);
   context.drawImage(picture, 0, 0, canvas.width, canvas.height);
@@ -103,10 +103,10 @@ export function overlay(canvas, picture, map, strength) {
   context.globalAlpha = 1;
 }
 
-function cover(context, colour, opacity, how) {
+function cover(context, color, opacity, how) {
   context.globalCompositeOperation = how;
   context.globalAlpha = opacity;
-  context.fillStyle = colour;
+  context.fillStyle = color;
   context.fillRect(0, 0, context.canvas.width, context.canvas.height);
 }
 

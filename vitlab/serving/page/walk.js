@@ -1,6 +1,6 @@
 // The five steps as a walk, each with a picture made from the numbers of this very image and a word to it.
 
-import { colours, heat, patches } from "/page/draw.js";
+import { colors, heat, patches } from "/page/draw.js";
 import { element, percent } from "/page/words.js";
 
 export function walk(list, model, told, picture) {
@@ -33,7 +33,7 @@ function cut(model, picture) {
       `${stem}To the model a picture is a sentence of patches: ${h} rows of ${w}, ${h * w} in all, each ${model.patch} × ${model.patch} pixels. ` +
         "It has to find out by itself which of them belong together.",
     ],
-    shape: `${height} × ${width} pixels × 3 colours${inside}`,
+    shape: `${height} × ${width} pixels × 3 colors${inside}`,
     shown: patches(picture, h, w),
     label: `The picture, cut into ${h} rows of ${w} patches.`,
   };
@@ -47,18 +47,18 @@ function tokens(model, told) {
     title: "Each patch becomes a token",
     words: [
       `One matrix, the same for all patches, turns each of them into a token: a list of ${model.width} numbers. ` +
-        "Here every list is shown as one colour, so patches that are alike to the model have like colours.",
+        "Here every list is shown as one color, so patches that are alike to the model have like colors.",
     ],
     shape: `${h * w} tokens × ${model.width} numbers`,
-    shown: colours(told.steps.tokens),
-    label: "The tokens as a grid of colours: like colours mean like tokens.",
+    shown: colors(told.steps.tokens),
+    label: "The tokens as a grid of colors: like colors mean like tokens.",
   };
 }
 
 // ---- 3
 
 const POSITIONS = {
-  "1d": "So a learned position is added to each token. Nobody told the model that the patches form a grid; where the colours run smoothly, it has found out.",
+  "1d": "So a learned position is added to each token. Nobody told the model that the patches form a grid; where the colors run smoothly, it has found out.",
   "2d": "So a learned row and a learned column are added to each token.",
   sinusoidal: "So a fixed pattern of waves is added to each token, a different one for every place.",
   relative: "This model adds nothing to the tokens; instead each layer knows how far apart any two of them are.",
@@ -77,8 +77,8 @@ function positions(model, told) {
     title: "Each token is told its place",
     words,
     shape: `${h * w}${extra ? " + 1" : ""} tokens × ${model.width} numbers`,
-    shown: grid ? colours(grid) : nothing("no positions are added here"),
-    label: grid ? "The positions as a grid of colours: like colours mean like positions." : "No positions are added.",
+    shown: grid ? colors(grid) : nothing("no positions are added here"),
+    label: grid ? "The positions as a grid of colors: like colors mean like positions." : "No positions are added.",
   };
 }
 
@@ -93,18 +93,18 @@ function depths(model, told) {
   const list = element("div", { className: "depths" });
   told.steps.depths.forEach((grid, block) => {
     const maps = told.attention.slice(block * each, (block + 1) * each).flat();
-    list.append(element("div", {}, heat(mean(maps)), colours(grid), element("span", {}, `${block + 1}`)));
+    list.append(element("div", {}, heat(mean(maps)), colors(grid), element("span", {}, `${block + 1}`)));
   });
   return {
     title: `${blocks} times over, the tokens look at each other`,
     words: [
       `In each of ${blocks} layers every token looks at all others, takes over what it can use, and thinks about it. ` +
-        `Above: where ${who} in that layer, yellow for most. Below: the tokens after it, as colours. At first they show what ` +
+        `Above: where ${who} in that layer, yellow for most. Below: the tokens after it, as colors. At first they show what ` +
         "is in a patch; later, what the patch is part of.",
     ],
     shape: `${blocks} layers × ${model.heads} heads, each a table of who looks at whom`,
     shown: list,
-    label: `For each of ${blocks} layers, a map of the attention and the tokens as colours.`,
+    label: `For each of ${blocks} layers, a map of the attention and the tokens as colors.`,
     wide: true,
   };
 }

@@ -1,0 +1,44 @@
+"""Draws are pure functions of their key, and follow the distributions they name."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from vitlab.data.rng import CROP, FLIP, beta, keys, permutation, uniforms
+
+
+def test_splitmix_reference() -> None:
+    """The hash is splitmix64's: its first output from state 0 is published as 0xE220A8397B1DCDAF."""
+    from vitlab.data.rng import GAMMA, mixed
+
+    assert int(mixed(np.array([GAMMA]))[0]) == 0xE220A8397B1DCDAF
+
+
+def test_uniforms_are_uniform_and_independent() -> None:
+    u = uniforms(keys(3, 1, np.arange(20_000)), CROP, 4)
+    v = uniforms(keys(3, 1, np.arange(20_000)), FLIP, 1)[:, 0]
+    for column in (*u.T, v):
+        assert stats.kstest(column, "uniform").pvalue > 1e-4
+    together = np.corrcoef(np.column_stack([u, v]).T) - np.eye(5)
+    assert np.abs(together).max() < 5 / np.sqrt(20_000)
+    assert abs(np.corrcoef(u[:-1, 0], u[1:, 0])[0, 1]) < 5 / np.sqrt(20_000)  # neighbors in index
+
+
+def test_a_draw_does_not_depend_on_its_neighbors() -> None:
+    many = uniforms(keys(7, 2, np.arange(100)), CROP, 6)
+    one = uniforms(keys(7, 2, 42), CROP, 3)
+    np.testing.assert_array_equal(many[42, :3], one[0])
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.2, 0.8, 1.0])
+def test_beta(alpha: float) -> None:
+    draws = beta(keys(0, np.arange(20_000)), 9, alpha)
+    assert stats.kstest(draws, stats.beta(alpha, alpha).cdf).pvalue > 1e-4
+
+
+def test_permutations() -> None:
+    orders = np.stack([permutation(50, seed, epoch) for seed in range(20) for epoch in range(50)])
+    assert (np.sort(orders, 1) == np.arange(50)).all()
+    assert len(np.unique(orders, axis=0)) == len(orders)
+    counts = np.bincount(orders[:, 0], minlength=50)  # which index comes first
+    assert stats.chisquare(counts).pvalue > 1e-4

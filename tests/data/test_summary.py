@@ -1,0 +1,81 @@
+"""The look at a set finds what was put into it; the benchmark measures both loops."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pictures import picture, write_folder
+from PIL import Image
+
+from benchmarks.loader import loader_benchmark, photo
+from vitlab.data.source import open_data
+from vitlab.data.summary import class_warnings, contact_sheet, image_warnings, summarize
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_summary(tmp_path: Path, workers: int) -> None:
+    write_folder(tmp_path / "train", {"many": 30, "few": 3})
+    write_folder(tmp_path / "test", {"many": 4})  # the same pictures again
+    picture(999, 33, 77).save(tmp_path / "train" / "few" / "wide.png")
+    picture(1).save(tmp_path / "train" / "many" / "000.png")  # two alike within train are no leak
+    (tmp_path / "train" / "many" / "broken.jpg").write_bytes(b"no")
+    data = open_data(str(tmp_path))
+    found = summarize(data, workers)
+    assert found.classes == ("few", "many")
+    assert found.splits["train"].counts.tolist() == [4, 31]
+    assert found.splits["train"].sizes.max(0).tolist() == [33, 77]
+    assert [Path(name).name for _, name, _ in found.splits["train"].broken] == ["broken.jpg"]
+    pairs = {(Path(a).name, Path(b).name) for a, b in found.duplicates}
+    assert pairs == {("000.png", "001.png"), ("002.png", "002.png"), ("003.png", "003.png")}  # 000 was replaced
+    said = " / ".join(class_warnings(data) + image_warnings(found))
+    for part in ("no test images: few", "fewer than 5 training images: few", "1 broken in train", "3 images"):
+        assert part in said
+
+
+def test_uneven_classes_are_named(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"a": 50, "b": 5, "c": 20})
+    [said] = [line for line in class_warnings(open_data(str(tmp_path))) if "uneven" in line]
+    assert said == "the classes are uneven: 40 training images of 'a', 4 of 'b'"
+    assert class_warnings(open_data("digits")) == []
+
+
+def test_contact_sheet_shows_the_classes(tmp_path: Path) -> None:
+    for name, color in (("red", (255, 0, 0)), ("blue", (0, 0, 255))):
+        (tmp_path / name).mkdir()
+        for i in range(6):
+            Image.new("RGB", (40, 30), color).save(tmp_path / name / f"{i}.png")
+    sheet = np.asarray(contact_sheet(open_data(str(tmp_path)).train))
+    upper, lower = np.array_split(sheet, 2)
+    assert (upper == [0, 0, 255]).all(-1).any()  # rows are in the order of the classes
+    assert (lower == [255, 0, 0]).all(-1).any()
+    assert not (upper == [255, 0, 0]).all(-1).any()
+
+
+def test_verb(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from typer.testing import CliRunner
+
+    from vitlab.cli import app
+
+    caplog.set_level(logging.CRITICAL)
+    write_folder(tmp_path / "set", {"cat": 6, "dog": 7})
+    out = tmp_path / "sheet.png"
+    result = CliRunner().invoke(app, ["data", str(tmp_path / "set"), "--picture", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "2 classes" in result.output
+    assert "held out class by class" in " ".join(result.output.split())
+    assert Image.open(out).size[0] > 500
+
+
+@pytest.mark.slow
+def test_the_loader_is_not_slower_than_a_plain_loop() -> None:
+    ratios = [row.ours / row.plain for row in loader_benchmark(count=32, rounds=8)]
+    assert np.median(ratios) > 0.95  # single rows jump about on a machine that is shared
+    assert min(ratios) > 0.6
+
+
+def test_bench_photos_are_like_photos() -> None:
+    """Neighboring pixels resemble each other, and the file is neither blank nor noise."""
+    grey = np.asarray(photo(0, (96, 128)).convert("L")).astype(float)
+    assert grey.std() > 20
+    assert np.abs(np.diff(grey, axis=1)).mean() < grey.std()

@@ -1,0 +1,106 @@
+"""What `finetune` chooses by itself: by machine, by set, by what the user has said."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vitlab
+from vitlab.training import auto
+from vitlab.training.auto import finetune_recipe
+from vitlab.weights import save
+
+RNG = np.random.default_rng(0)
+
+
+def photos(folder: Path, counts: dict[str, int], side: int = 40) -> str:
+    for name, count in counts.items():
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            Image.fromarray(RNG.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(folder / name / f"{i}.png")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("weights") / "model"
+    save(vitlab.create("Ti/16", image_size=64, depth=1, width=32, mlp=32, heads=2, classes=5), folder)
+    return str(folder)
+
+
+def test_a_cpu_is_not_given_the_papers_batch(tmp_path: Path, weights: str) -> None:
+    advice = finetune_recipe(photos(tmp_path / "p", {"a": 30, "b": 30}), weights, ["device=cpu"])
+    r = advice.recipe
+    assert (r.image_size, r.batch, r.freeze, r.optimizer) == ((64, 64), 32, "none", "sgd")
+    assert r.weights == weights
+    assert r.warmup * 10 <= (r.epochs or 0) * 60 / 32 + 10
+    assert any("about" in line and "CPU" in line for line in advice.lines)
+    assert 0 < advice.seconds < 60
+
+
+def test_the_recipe_names_the_model_of_the_weights(tmp_path: Path) -> None:
+    save(vitlab.create("Ti/32", image_size=64, classes=5), tmp_path / "model")
+    said = finetune_recipe(photos(tmp_path / "p", {"a": 3, "b": 3}), str(tmp_path / "model"), ["device=cpu"])
+    assert said.recipe.model == "Ti/32"
+
+
+def test_where_time_is_short_only_the_head_learns(
+    tmp_path: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "image_seconds", lambda model, device, frozen: 5.0 if frozen else 15.0)
+    advice = finetune_recipe(photos(tmp_path / "p", {"a": 30, "b": 30}), weights, ["device=cpu"])
+    assert advice.recipe.freeze == "body"
+    seen = round((advice.recipe.epochs or 0) * 48 / 32) * 32
+    assert 5.0 * seen <= auto.PATIENCE
+    assert advice.seconds == 5.0 * seen + 5.0 * 12 * (seen // 24)  # 12 test images for every 24 of training
+
+
+def test_what_the_user_says_goes_first(tmp_path: Path, weights: str) -> None:
+    pairs = ["device=cpu", "epochs=2", "batch=8", "lr=0.5", "image_size=32", "freeze=body"]
+    r = finetune_recipe(photos(tmp_path / "p", {"a": 30, "b": 30}), weights, pairs).recipe
+    assert (r.epochs, r.batch, r.lr, r.image_size, r.freeze) == (2.0, 8, 0.5, (32, 32), "body")
+    assert r.warmup <= 1
+
+
+def test_the_papers_recipe_where_the_machine_carries_it(
+    tmp_path: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "carries", lambda *_: True)
+    r = finetune_recipe(photos(tmp_path / "p", {"a": 30, "b": 30}), weights, ["device=cpu"]).recipe
+    assert (r.batch, r.image_size, r.steps, r.optimizer, r.clip) == (512, (384, 384), 500, "sgd", 1.0)
+
+
+def test_no_weights_is_said_aloud(tmp_path: Path) -> None:
+    advice = finetune_recipe(photos(tmp_path / "p", {"a": 30, "b": 30}), "none", ["device=cpu"])
+    assert advice.recipe.weights is None
+    assert "from scratch" in " ".join(advice.warnings)
+
+
+def test_without_a_hub_it_starts_from_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty"))
+    advice = finetune_recipe(photos(tmp_path / "p", {"a": 30, "b": 30}), None, ["device=cpu"])
+    assert advice.recipe.weights is None
+    assert "--weights" in advice.warnings[0]
+
+
+def test_troubles_of_the_set_are_told(tmp_path: Path, weights: str) -> None:
+    folder = photos(tmp_path / "p" / "train", {"many": 60, "few": 3, "ok": 30})
+    photos(tmp_path / "p" / "test", {"many": 4, "few": 4, "ok": 4})
+    twin = (tmp_path / "p" / "train" / "ok" / "0.png").read_bytes()
+    (tmp_path / "p" / "test" / "ok" / "0.png").write_bytes(twin)
+    said = " ".join(finetune_recipe(str(Path(folder).parent), weights, ["device=cpu"]).warnings)
+    assert "uneven" in said
+    assert "fewer than" in said
+    assert "also in train" in said
+
+
+def test_time_is_measured_on_the_model() -> None:
+    small = vitlab.create("Ti/16", image_size=64, depth=1, width=32, mlp=32, heads=2, classes=5)
+    large = vitlab.create("Ti/8", image_size=64, depth=6, width=192, mlp=768, heads=3, classes=5)
+    device = torch.device("cpu")
+    times = [auto.image_seconds(model, device, frozen=False) for model in (small, large)]
+    assert 0 < times[0] < times[1]
+    assert auto.image_seconds(large, device, frozen=True) < times[1]

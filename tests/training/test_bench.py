@@ -1,0 +1,30 @@
+"""Speeds of a recipe, and what is said of them."""
+
+import dataclasses
+
+import pytest
+
+from vitlab.training.bench import Speeds, bench
+from vitlab.training.recipe import override
+from vitlab.training.recipes import find
+
+SOME = Speeds(loader=100, step=400, both=90, used=None, memory=None, micro=8, workers=2, held=False)
+
+
+def test_the_device_waits_for_images() -> None:
+    said = SOME.verdict()
+    assert "22% of the speed" in said  # 90 of 400
+    assert "2 worker(s) bring 50 a second each; 8 would keep up" in said
+
+
+def test_the_workers_wait_for_the_device() -> None:
+    said = dataclasses.replace(SOME, loader=1000, both=390).verdict()
+    assert "could bring 2.5 times as many" in said
+    assert SOME.ratio == pytest.approx(0.225)
+
+
+def test_a_small_recipe_is_measured() -> None:
+    settings = ["depth=1", "width=16", "mlp=16", "heads=2", "batch=8", "device=cpu", "resident=false", "workers=0"]
+    found = bench(override(find("digits").recipe, settings), seconds=0.3)
+    assert not found.held
+    assert found.both < min(found.loader, found.step) * 1.5  # no faster than either part, but for noise

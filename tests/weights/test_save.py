@@ -1,0 +1,233 @@
+"""Our own folder: everything comes back, and no interruption leaves anything but the old model or the new one."""
+
+import copy
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peers import images, randomize
+
+import vitlab
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess, ResNetConfig, StemConfig, ViTConfig
+from vitlab.models.variants import build
+from vitlab.weights import convert, load, save
+
+VIT = ViTConfig((16, 24), patch=8, depth=2, width=32, mlp=40, heads=4, classes=3, norm_eps=1e-7, gelu="tanh")
+CONFIGS: dict[str, Any] = {
+    "plain": VIT,
+    "relative": dataclasses.replace(VIT, positions="relative"),
+    "2d, every layer": dataclasses.replace(VIT, positions="2d", placement="every"),
+    "sinusoidal": dataclasses.replace(VIT, positions="sinusoidal", placement="shared"),
+    "axial": dataclasses.replace(VIT, attention="axial", pool="mean", positions="none"),
+    "attention pool": dataclasses.replace(VIT, pool="attention", prelogits=20),
+    "no head, dropout": dataclasses.replace(VIT, classes=0, dropout=0.1, drop_path=0.2),
+    "stem": dataclasses.replace(VIT, stem=StemConfig((1, 2), 32, "variance", 1e-8, 1e-5), patch=1),
+    "ResNet": ResNetConfig((20, 30), (1, 1), 32, classes=3),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_everything_comes_back(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = randomize(build(CONFIGS[name]), dtype)
+    save(model, tmp_path / "run")
+    back = load(tmp_path / "run")
+    assert back.config == model.config
+    assert not back.training
+    assert all(p.requires_grad for p in back.parameters())
+    assert not any(x.is_meta for x in [*back.parameters(), *back.buffers()])
+    x = images(model.config.image_size, dtype)
+    assert torch.equal(back(x), model(x))
+    bare = load(tmp_path / "run" / "model.safetensors")  # the header says enough
+    assert torch.equal(bare(x), model(x))
+    larger = tuple(2 * side for side in model.config.image_size)
+    assert torch.equal(
+        load(tmp_path / "run", image_size=larger)(images(larger, dtype)), model.resize(larger)(images(larger, dtype))
+    )
+
+
+def test_what_travels_with_the_weights(tmp_path: Path) -> None:
+    preprocess = Preprocess(mean=(0.1, 0.2, 0.3), interpolation="lanczos", fit="stretch")
+    save(build(VIT), tmp_path / "one", preprocess=preprocess, labels=["ä", "b", "c"])
+    model = load(tmp_path / "one")
+    assert model.card.preprocess == preprocess
+    assert model.card.labels == ("ä", "b", "c")
+    twin = copy.deepcopy(model)
+    assert twin.card == model.card == torch.compile(model).card
+    save(twin, tmp_path / "two")
+    assert load(tmp_path / "two").card.labels == ("ä", "b", "c")
+    fresh = load(tmp_path / "two", classes=7)
+    assert fresh.card.labels is None
+    assert fresh.card.preprocess == preprocess
+    with pytest.raises(UserError, match="3 class names for 7"):
+        save(fresh, tmp_path / "three", labels=["a", "b", "c"])
+    assert not (tmp_path / "three").exists()
+
+
+def test_provenance_names_the_first_source(tmp_path: Path) -> None:
+    from hashlib import sha256
+
+    save(build(dataclasses.replace(VIT, gelu="exact", norm_eps=1e-6)), tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "theirs.safetensors", "timm")
+    convert(tmp_path / "theirs.safetensors", tmp_path / "run", "vitlab", heads=4, image_size=(16, 24))
+    save(load(tmp_path / "run"), tmp_path / "copy")
+    said = json.loads((tmp_path / "copy" / "config.json").read_text())
+    digest = sha256((tmp_path / "theirs.safetensors").read_bytes()).hexdigest()
+    assert said["provenance"] == {"source": str(tmp_path / "theirs.safetensors"), "format": "timm", "sha256": digest}
+    assert said["sha256"] == sha256((tmp_path / "copy" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_a_run_folder_is_saved_into(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "log.jsonl").write_text("{}\n")
+    for bias in (1.0, 2.0):
+        save(marked(bias), run)
+        assert load(run).head.bias[0] == bias
+    assert (run / "log.jsonl").read_text() == "{}\n"
+    assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "config.json", "log.jsonl", "model.safetensors"]
+
+
+def test_others_are_not_overwritten(tmp_path: Path) -> None:
+    save(build(dataclasses.replace(VIT, norm_eps=1e-6)), tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "hub", "timm")
+    before = (tmp_path / "hub" / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="another program's"):
+        save(marked(1.0), tmp_path / "hub")
+    (tmp_path / "hub" / "config.json").unlink()
+    with pytest.raises(UserError, match="another program's"):
+        save(marked(1.0), tmp_path / "hub")
+    assert (tmp_path / "hub" / "model.safetensors").read_bytes() == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file"):
+        save(marked(1.0), tmp_path / "file")
+    with pytest.raises(UserError, match="exists"):
+        convert(tmp_path / "ours", tmp_path / "hub", "vitlab")
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    for bias in (1.0, 2.0):
+        save(marked(bias), tmp_path / f"{bias:g}")
+    shutil.copy(tmp_path / "1" / "model.safetensors", tmp_path / "2" / "model.safetensors")
+    with pytest.raises(UserError, match="sha256"):
+        load(tmp_path / "2")
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        save(marked(1.0), tmp_path / "file" / "run")
+
+
+# ---- interruptions
+
+
+def marked(bias: float) -> Any:
+    model = randomize(build(VIT))
+    torch.nn.init.constant_(model.head.bias, bias)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("weights", "config", "waiting", "loads"),
+    [
+        ("old", "old", None, "old"),
+        ("old", "old", "new", "old"),  # killed before the weights were replaced
+        ("new", "old", "new", "new"),  # after
+        ("new", None, "new", "new"),  # the same in a folder that had no model
+        ("new", "new", None, "new"),
+        ("new", "old", None, None),  # no save does this
+        ("old", None, "new", None),
+        (None, None, "new", None),  # killed before there were any weights
+    ],
+)
+def test_every_moment_of_a_save(
+    weights: str | None, config: str | None, waiting: str | None, loads: str | None, tmp_path: Path
+) -> None:
+    bias = {"old": 1.0, "new": 2.0}
+    for name, value in bias.items():
+        save(marked(value), tmp_path / name)
+    run = tmp_path / "run"
+    run.mkdir()
+    if weights:
+        shutil.copy(tmp_path / weights / "model.safetensors", run)
+    for name, place in ((config, "config.json"), (waiting, "config.next.json")):
+        if name:
+            shutil.copy(tmp_path / name / "config.json", run / place)
+    if loads is None:
+        with pytest.raises(UserError, match=r"sha256|no model\.safetensors"):
+            load(run)
+    else:
+        assert load(run).head.bias[0] == bias[loads]
+    save(marked(3.0), run)  # and the next save puts it right
+    assert load(run).head.bias[0] == 3
+    assert sorted(p.name for p in run.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def killed(work: Callable[[], None], seconds: float) -> None:
+    """Run in a process of its own and kill it, -9, after so long."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.slow
+def test_kill_while_saving_into_a_run_folder(tmp_path: Path) -> None:
+    models = [marked(1.0), marked(2.0)]
+    models[1].blocks[0].mlp.up.weight.data += 1
+    whole = [{name: x.clone() for name, x in model.state_dict().items()} for model in models]
+    save(models[0], tmp_path / "run")
+
+    def work() -> None:
+        while True:
+            for model in models:
+                save(model, tmp_path / "run")
+
+    rng, seen = random.Random(0), set()
+    for _ in range(150):
+        killed(work, rng.uniform(0, 0.06))
+        found = load(tmp_path / "run").state_dict()
+        which = int(found["head.bias"][0] == 2)
+        assert all(torch.equal(x, whole[which][name]) for name, x in found.items())
+        seen.add(which)
+    assert seen == {0, 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["vitlab", "huggingface", "timm"])
+def test_kill_while_converting(to: str, tmp_path: Path) -> None:
+    source = dataclasses.replace(VIT, image_size=(16, 16), norm_eps=1e-6, width=128, heads=2, mlp=512)
+    model = randomize(build(source))
+    save(model, tmp_path / "ours")
+    rng, done = random.Random(0), 0
+    for i in range(60):
+        target = tmp_path / f"{to}-{i}"
+        killed(lambda target=target: convert(tmp_path / "ours", target, to), rng.uniform(0, 0.08))
+        if target.exists():  # then it is all there
+            done += 1
+            assert all(torch.equal(x, model.state_dict()[name]) for name, x in load(target).state_dict().items())
+    assert 0 < done < 60
+
+
+def test_save_takes_our_models_only(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Linear"):
+        save(torch.nn.Linear(2, 2), tmp_path / "run")  # type: ignore[arg-type]
+    compiled = torch.compile(vitlab.build(VIT))
+    save(compiled, tmp_path / "compiled")  # type: ignore[arg-type]
+    assert load(tmp_path / "compiled").config == VIT

@@ -1,0 +1,62 @@
+"""Sets known by name: scikit-learn's digits, and those that torchvision downloads."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitlab.data.folder import FileSource
+from vitlab.data.source import ArraySource, ImageSource
+from vitlab.errors import UserError
+from vitlab.files import cache_folder
+
+# torchvision's class and, for each of its splits, the arguments that choose it
+SETS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "cifar10": ("CIFAR10", {"train": {"train": True}, "test": {"train": False}}),
+    "cifar100": ("CIFAR100", {"train": {"train": True}, "test": {"train": False}}),
+    "oxford-pets": ("OxfordIIITPet", {"train": {"split": "trainval"}, "test": {"split": "test"}}),
+    "flowers102": (
+        "Flowers102",
+        {"train": {"split": "train"}, "validation": {"split": "val"}, "test": {"split": "test"}},
+    ),
+}
+
+
+def digits() -> ArraySource:
+    """1,797 handwritten digits of 8x8 pixels."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise UserError("the built-in digits come with scikit-learn: pip install vitlab[demo]") from None
+    bunch = load_digits()
+    grey = np.round(bunch.images * (255 / 16)).astype(np.uint8)  # from 0..16
+    pixels = np.repeat(grey[..., None], 3, axis=3)
+    return ArraySource("digits", pixels, bunch.target.astype(np.int64), tuple(map(str, bunch.target_names)))
+
+
+def splits(name: str) -> dict[str, ImageSource]:
+    """A torchvision set, downloaded once to the cache folder."""
+    import torchvision.datasets
+
+    kind, parts = SETS[name]
+    root = cache_folder() / name
+    found: dict[str, ImageSource] = {}
+    for split, arguments in parts.items():
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            data = getattr(torchvision.datasets, kind)(str(root), download=True, **arguments)
+        except (OSError, RuntimeError) as error:
+            raise UserError(
+                f"{name} could not be downloaded to '{root}' ({error}); check the network, or put the files there "
+                "as torchvision does (VITLAB_DATA names another place)"
+            ) from None
+        found[split] = _source(name, data)
+    return found
+
+
+def _source(name: str, data: Any) -> ImageSource:
+    classes = tuple(data.classes)
+    if hasattr(data, "targets"):  # the CIFARs: one array
+        return ArraySource(name, data.data, np.array(data.targets, np.int64), classes)
+    paths = data._images if hasattr(data, "_images") else data._image_files
+    return FileSource(Path("/"), [str(Path(path).absolute()) for path in paths], list(data._labels), classes)

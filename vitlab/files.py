@@ -1,0 +1,125 @@
+"""Files: atomic writes, digests, locks, JSON from untrusted files, and the cache folder."""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from vitlab.errors import UserError
+from vitlab.text import brief
+
+JSON_LIMIT = 10_000_000  # bytes; the header of a file with 1,000 tensors has some 100,000
+
+
+def parse_json(text: bytes, where: str) -> dict[str, Any]:
+    """A JSON object with no key twice and no number that is none."""
+    if len(text) > JSON_LIMIT:
+        raise UserError(f"{where} is {len(text):,} bytes long, beyond any model's {JSON_LIMIT:,}")
+    try:
+        data = json.loads(text.decode(), object_pairs_hook=_distinct, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are both ValueErrors
+        raise UserError(f"{where} is not valid JSON: {brief(error)}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{where} must hold a JSON object, not a {type(data).__name__}")
+    return data
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > JSON_LIMIT:
+        raise UserError(f"{path} is longer than any model's description")
+    return parse_json(path.read_bytes(), str(path))
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        raise ValueError("a key stands in it twice")
+    return data
+
+
+def _no_constant(word: str) -> float:
+    raise ValueError(f"{word} is no number")
+
+
+def fsync(path: Path) -> None:
+    """Make a file or a folder's list of names outlive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """A full disk or a forbidden folder is the user's to mend."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be written: {brief(error)}") from None
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path, folder: bool) -> Iterator[Path]:
+    """A place to write a file or a folder to; it appears at `path` at once, or, after an error, not at all."""
+    if path.exists():
+        raise UserError(f"{path} exists; remove it or name another place")
+    place = path.with_name(f".{secrets.token_hex(4)}.{path.name}")  # keeps the ending, which names the kind of file
+    try:
+        with write_errors(path):
+            (place if folder else path.parent).mkdir(parents=True, exist_ok=True)
+            yield place
+            for file in [*(place.iterdir() if folder else ()), place]:
+                fsync(file)
+            place.rename(path)
+            fsync(path.parent)
+    finally:  # after the rename there is nothing here
+        shutil.rmtree(place, ignore_errors=True) if folder else place.unlink(missing_ok=True)
+
+
+def largest_number(data: object) -> int:
+    """The largest integer anywhere in JSON."""
+    if isinstance(data, Mapping | list | tuple):
+        return max((largest_number(v) for v in (data.values() if isinstance(data, Mapping) else data)), default=0)
+    return data if isinstance(data, int) else 0
+
+
+def write_text(path: Path, text: str) -> None:
+    """A file, whole or not at all."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(text, "utf-8", "surrogateescape")  # paths that are no text keep their bytes
+        os.replace(new, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def cache_folder() -> Path:
+    """VITLAB_DATA, else ~/.cache/vitlab."""
+    return Path(os.environ.get("VITLAB_DATA") or "~/.cache/vitlab").expanduser()
+
+
+@contextlib.contextmanager
+def file_lock(path: str) -> Iterator[None]:
+    """One process at a time, where the system has locks."""
+    with open(path, "w") as lock:
+        try:
+            import fcntl
+        except ImportError:
+            pass
+        else:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

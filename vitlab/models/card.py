@@ -1,0 +1,15 @@
+"""What travels with a model's weights besides its config: preprocessing, class names and provenance."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vitlab.models.config import Preprocess
+
+
+@dataclass(frozen=True)
+class Card:
+    """What travels with weights beside the config."""
+
+    preprocess: Preprocess = field(default_factory=Preprocess)
+    labels: tuple[str, ...] | None = None
+    provenance: Mapping[str, str] | None = None  # source, format and sha256 of the file the weights came from

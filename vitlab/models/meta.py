@@ -1,0 +1,49 @@
+"""Models without the cost of fresh weights: an empty one for its shapes, and one filled with given tensors."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from vitlab.errors import UserError
+from vitlab.models.config import ModelConfig
+from vitlab.models.positions import Relative, offset_index
+from vitlab.models.variants import Model, build
+from vitlab.text import brief
+
+
+class Uninitialized(TorchFunctionMode):
+    """Leaves random initialization out: on the meta device it does nothing, but imports PyTorch's compiler first."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        if func in (Tensor.uniform_, Tensor.normal_) or getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else named["tensor"]
+        return func(*args, **named)
+
+
+def meta_model(config: ModelConfig) -> Model:
+    """A model of shapes alone, on the meta device."""
+    try:
+        with torch.device("meta"), Uninitialized():
+            return build(config)
+    except (RuntimeError, OverflowError) as error:  # sizes whose product no machine can count
+        raise UserError(f"no model can be as large as this one says it is: {brief(error)}") from None
+
+
+def fill_model(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Model:
+    """A model that holds these very tensors, in eval mode."""
+    model = meta_model(config)
+    model.load_state_dict(dict(tensors), assign=True)
+    for module in model.modules():
+        if isinstance(module, Relative):  # a table of where to look, which no file holds
+            module.index = offset_index(model.config.grid, len(module.token) > 0)
+    return model.eval()

@@ -1,0 +1,27 @@
+"""Small pieces of text for messages: lists of choices, durations, the first line of another library's error."""
+
+from collections.abc import Iterable
+
+
+def valid_text(text: str) -> str:
+    """A name that any file can hold: lone surrogates, from names in no encoding, are spelt out."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def listed(values: Iterable[object]) -> str:
+    *head, last = [str(v) for v in values]
+    return f"{', '.join(head)} or {last}" if head else last
+
+
+def brief(error: BaseException) -> str:
+    """One line of what another library says."""
+    return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 42 s, 3 min, 2.5 h, 4 days."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"

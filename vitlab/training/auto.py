@@ -1,0 +1,271 @@
+"""`vitlab finetune` without settings: a recipe, image size, batch and length that fit the data and the machine.
+
+A GPU that carries it gets the paper's recipe: SGD, batch 512, 384 pixels, 500 to 20,000 steps by the size of the set.
+Any other machine is timed on a few images first, and gets small batches at the weights' own size for as many epochs
+as fit into some minutes; where not even one fits, only the head learns.
+"""
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vitlab.cost import Cost, cost
+from vitlab.data.images import BrokenImage
+from vitlab.data.source import Data, ImageSource, open_data
+from vitlab.data.summary import class_warnings, image_warnings, summarize
+from vitlab.data.transforms import Augment
+from vitlab.device import peak_flops, pick_device
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess, Size
+from vitlab.models.variants import Model, build, create, name_of
+from vitlab.text import duration
+from vitlab.training.recipe import Recipe, count_steps, evaluations, override
+from vitlab.training.recipes import DIGITS
+from vitlab.training.setup import free_bytes
+from vitlab.weights import load
+
+PATIENCE = 10 * 60.0  # seconds that a run without settings may take where there is no large GPU
+EPOCHS = (2, 12)  # least and most of them there
+PAPER_LIMIT = 12 * 3600.0  # seconds: where the paper's recipe takes longer, it is not chosen unasked
+SUSTAINED = 0.35  # share of a GPU's peak that training reaches
+SMALLEST_MICRO = 16  # a GPU that cannot hold as many images at 384 px is not one for the paper's recipe
+WHOLE_RATE, HEAD_RATE = 0.01, 0.1  # SGD's learning rates for small batches
+# Where to start when nothing is said: the largest that the kind of machine fine-tunes in reasonable time.
+HUB = {
+    "cuda": "google/vit-base-patch16-224-in21k",
+    "mps": "WinKawaks/vit-small-patch16-224",
+    "cpu": "WinKawaks/vit-tiny-patch16-224",
+}
+LOOKED_THROUGH = 10_000  # images: sets up to here are decoded once to find duplicates
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What was chosen, in words too, how long it will take, and what to beware of."""
+
+    recipe: Recipe
+    lines: tuple[str, ...]
+    warnings: tuple[str, ...]
+    seconds: float
+
+
+def finetune_recipe(spec: str, start: str | None, pairs: list[str]) -> Advice:
+    """A recipe for a set and this machine; `start` are the weights to begin with ("none" for none), `pairs` the
+    user's own settings, which go first."""
+    wish = override(Recipe("B/16", spec, steps=1), pairs)
+    data = open_data(spec, seed=wish.seed, subset=wish.subset, per_class=wish.per_class, holdout=wish.holdout)
+    device = pick_device(wish.device)
+    weights, model, warnings = find_weights(wish.weights or start, device)
+    if model is None:
+        recipe, why = from_scratch(data, spec)
+        recipe = override(recipe, pairs)
+        model = create(recipe.model, classes=len(data.classes), **given(recipe))
+    else:
+        recipe, why = from_weights(data, spec, weights, model, device)
+        recipe = override(recipe, pairs)
+        model.resize(recipe.image_size)
+    recipe = fit_length(recipe, model, data, device, pairs)
+    seconds = run_seconds(recipe, model, data, device)
+    said = (
+        f"data     {data.name}: {len(data.train)} images to train on, {len(data.test)} to test, "
+        f"{len(data.classes)} classes; {data.note}",
+        f"weights  {weights or 'none: from scratch'}",
+        f"model    {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, "
+        f"{recipe.image_size[0]}x{recipe.image_size[1]} px",
+        f"recipe   {why}" + (f"; yours: {' '.join(pairs)}" if pairs else ""),
+        f"length   {length(recipe, len(data.train))}, about {duration(seconds)} on this {machine(device)}",
+    )
+    return Advice(recipe, said, (*warnings, *data_warnings(data, spec)), seconds)
+
+
+def find_weights(start: str | None, device: torch.device) -> tuple[str | None, Model | None, list[str]]:
+    """The weights asked for; else good ones from the hub; else none, and a warning that says what to do."""
+    if start == "none":
+        return None, None, ["training from scratch: with few images, starting from weights is far better (--weights)"]
+    if start is not None:
+        return start, load(start), []
+    name = HUB[device.type]
+    try:
+        return name, load(name), []
+    except UserError as error:
+        advice = "give weights with --weights FILE (safetensors, npz, pth or a run folder) for a far better model"
+        return None, None, [f"no weights to start from, so training from scratch; {advice} ({error})"]
+
+
+def from_weights(data: Data, spec: str, weights: str | None, model: Model, device: torch.device) -> tuple[Recipe, str]:
+    """The paper's recipe where the machine carries it; else one of small batches at the weights' own size."""
+    n = len(data.train)
+    steps = 500 if n < 20_000 else 10_000 if n < 500_000 else 20_000
+    paper = Recipe(
+        name_of(model.config) or "B/16",  # a recipe has to name one; what the weights are goes before it
+        spec,
+        higher(model.config.image_size, stride(model)),
+        weights=weights,
+        steps=steps,
+        batch=512,
+        optimizer="sgd",
+        lr=0.01,
+        warmup=100 if steps == 500 else 500,
+        clip=1.0,
+        checkpoint_every=100 if steps == 500 else 500,
+    )
+    if carries(paper, model, data, device):
+        return paper, f"the paper's: SGD, batch 512, {paper.image_size[0]} px, lr 0.01, cosine"
+    frozen = image_seconds(model, device, frozen=False) * n * EPOCHS[0] > PATIENCE
+    recipe = dataclasses.replace(
+        paper,
+        image_size=model.config.image_size,
+        freeze="body" if frozen else "none",
+        steps=None,
+        epochs=EPOCHS[1],  # as many as there is time for: see fit_length
+        batch=min(32, n),
+        lr=HEAD_RATE if frozen else WHOLE_RATE,
+        augment=Augment(area=(0.3, 1.0)),
+        checkpoint_every=100,
+    )
+    what = "the head alone (all weights would take too long)" if frozen else "all weights"
+    return recipe, f"{what}, SGD, batch {recipe.batch}, the weights' own size, lr {recipe.lr:g}, cosine"
+
+
+def from_scratch(data: Data, spec: str) -> tuple[Recipe, str]:
+    """A small ViT on small images."""
+    if spec == "digits":
+        return DIGITS, "the built-in recipe of the digits"
+    side = 64 if typical_side(data.train) >= 48 else 32
+    recipe = Recipe(
+        f"Ti/{side // 8}",
+        spec,
+        (side, side),
+        depth=6,
+        width=96,
+        mlp=192,
+        heads=4,
+        epochs=100,
+        batch=min(64, len(data.train)),
+        lr=2e-3,
+        warmup=100,
+        weight_decay=0.05,
+        clip=1.0,
+        preprocess=Preprocess(crop=1.0),
+        augment=Augment(area=(0.5, 1.0), mixup=0.2, label_smoothing=0.1),
+        checkpoint_every=200,
+    )
+    return recipe, f"a small model, AdamW, batch {recipe.batch}, lr {recipe.lr:g}, cosine, Mixup, label smoothing"
+
+
+def fit_length(recipe: Recipe, model: Model, data: Data, device: torch.device, pairs: list[str]) -> Recipe:
+    """As many epochs as there is patience for, unless the user has said; the warm-up is at most a tenth of the run."""
+    keys = {pair.partition("=")[0] for pair in pairs}
+    n = len(data.train)
+    if recipe.epochs is not None and not keys & {"epochs", "steps"}:
+        each = image_seconds(model, device, frozen=recipe.freeze == "body")
+        epochs = min(recipe.epochs, max(1.0, PATIENCE // (each * n)))
+        recipe = dataclasses.replace(recipe, epochs=epochs)
+    if "warmup" not in keys:
+        recipe = dataclasses.replace(recipe, warmup=min(recipe.warmup, count_steps(recipe, n) // 10))
+    return recipe
+
+
+def given(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's settings as `create` takes them."""
+    return {key: value for key, value in recipe.model_settings().items() if value is not None}
+
+
+def typical_side(source: ImageSource) -> int:
+    """The median of the shorter sides of some pictures."""
+    sides = []
+    for index in np.unique(np.linspace(0, len(source) - 1, 25).astype(int)).tolist():
+        try:
+            sides.append(min(source.image(index).size))
+        except BrokenImage:
+            continue
+    return int(np.median(sides)) if sides else 0
+
+
+def higher(native: Size, step: int) -> Size:
+    """384 pixels as in the paper, or the nearest above that the patches divide; the native size where it is larger."""
+    side = -(-384 // step) * step
+    return max(native, (side, side))
+
+
+def stride(model: Model) -> int:
+    return int(getattr(model.config, "stride", 1))
+
+
+# ---- time
+
+
+def carries(recipe: Recipe, model: Model, data: Data, device: torch.device) -> bool:
+    """Whether the machine is up to the paper's recipe: a GPU with the memory and the speed."""
+    if device.type != "cuda" or peak_flops(device) is None:
+        return False
+    config = dataclasses.replace(model.config, image_size=recipe.image_size, classes=len(data.classes))
+    c = cost(lambda: build(config))
+    fits = c.activation_bytes * SMALLEST_MICRO + 16 * c.parameters < 0.8 * free_bytes(device)
+    return fits and gpu_seconds(recipe, c, data, device) < PAPER_LIMIT
+
+
+def gpu_seconds(recipe: Recipe, c: Cost, data: Data, device: torch.device) -> float:
+    seen, tested = workload(recipe, data)
+    return (seen + tested / 3) * c.train_flops / (SUSTAINED * (peak_flops(device) or 1e12))
+
+
+def workload(recipe: Recipe, data: Data) -> tuple[int, int]:
+    """Images that a run trains on and tests on, with averaged weights twice; a test takes a forward pass alone."""
+    seen = count_steps(recipe, len(data.train)) * recipe.batch
+    return seen, evaluations(seen, len(data.test)) * len(data.test) * (2 if recipe.ema else 1)
+
+
+def run_seconds(recipe: Recipe, model: Model, data: Data, device: torch.device) -> float:
+    """How long a run will take: by operations on a GPU of the table, elsewhere by trying."""
+    if device.type == "cuda" and peak_flops(device) is not None:
+        return gpu_seconds(recipe, cost(lambda: build(model.config)), data, device)
+    seen, tested = workload(recipe, data)
+    forward = image_seconds(model, device, frozen=True)
+    each = forward if recipe.freeze == "body" else image_seconds(model, device, frozen=False)
+    return seen * each + tested * forward
+
+
+def image_seconds(model: Model, device: torch.device, *, frozen: bool, batch: int = 8) -> float:
+    """Seconds to train on one image, by trying: the better of two goes after one to warm up."""
+    images = torch.randn(batch, 3, *model.config.image_size, device=device)
+    model = model.to(device).train()
+    taken = []
+    for _ in range(3):
+        began = time.perf_counter()
+        with torch.set_grad_enabled(not frozen):
+            out = model(images).float().sum()
+        if not frozen:
+            out.backward()
+        out.item()  # waits for the device
+        taken.append(time.perf_counter() - began)
+    model.zero_grad(set_to_none=True)
+    return min(taken[1:]) / batch
+
+
+# ---- words
+
+
+def data_warnings(data: Data, spec: str) -> list[str]:
+    """Uneven and tiny classes; in a set that is quick to go through, also broken images and those in two splits."""
+    said = class_warnings(data)
+    if len(data.train) + len(data.test) <= LOOKED_THROUGH:
+        return said + image_warnings(summarize(data))
+    return [*said, f"the set is large: whether images lie in two splits was not looked at (`vitlab data {spec}` does)"]
+
+
+def length(recipe: Recipe, images: int) -> str:
+    if recipe.steps is not None:
+        return f"{recipe.steps} steps ({recipe.steps * recipe.batch / images:.1f} epochs)"
+    return f"{recipe.epochs:g} epochs"
+
+
+def machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    count = torch.get_num_threads()
+    return {"cpu": f"CPU ({count} thread{'s' * (count > 1)})", "mps": "Mac's GPU"}[device.type]

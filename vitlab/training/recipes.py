@@ -1,0 +1,373 @@
+"""Recipes as data: the paper's tables of pre-training and fine-tuning, AugReg's settings, and runs for one machine.
+
+A name is MODEL-DATA, with -EPOCHS where the paper has several lengths: B/16-jft, L/16-i21k-90, R50+B/16-jft. Those
+that start from weights are called DATA-finetune.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from vitlab.data.transforms import Augment
+from vitlab.errors import UserError
+from vitlab.models.config import Preprocess
+from vitlab.models.variants import SIZES
+from vitlab.training.recipe import Recipe
+
+# Images in the training sets whose size a recipe's cost needs, and their classes.
+IMAGES = {
+    "jft": (303_000_000, 18_000),
+    "imagenet21k": (14_000_000, 21_000),
+    "imagenet": (1_281_167, 1000),
+    "cifar10": (50_000, 10),
+    "cifar100": (50_000, 100),
+    "oxford-pets": (3_680, 37),
+    "flowers102": (1_020, 102),
+    "vtab": (1_000, 100),
+    "digits": (1_198, 10),
+    "zh-plus/tiny-imagenet": (100_000, 200),
+}
+# Sets that have no public copy to open by name: the recipe is complete once data= names yours.
+PRIVATE = {
+    "jft": "JFT-300M is not public",
+    "imagenet21k": "ImageNet-21k has to be asked for",
+    "imagenet": "ImageNet has to be asked for",
+    "vtab": "VTAB is 19 sets of 1,000 images each",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A recipe with what to know of it."""
+
+    recipe: Recipe
+    about: str
+    group: str
+    finetune: bool = False  # starts from weights=
+    searched: tuple[float, ...] = field(default=())  # learning rates the paper tried
+    time: str = ""  # measured, and on what
+    expect: str = ""  # test accuracy to expect
+
+
+# ---- the paper's pre-training table: batch 4096, 224 px, Adam, warm-up 10k
+#        models                                epochs    LR    (decay, weight decay and dropout by the data)
+JFT = (
+    (("B/16", "B/32"), (7,), 8e-4),
+    (("L/32",), (7,), 6e-4),
+    (("L/16",), (7, 14), 4e-4),
+    (("H/14",), (14,), 3e-4),
+    (("R50x1", "R50x2"), (7,), 1e-3),
+    (("R101x1",), (7,), 8e-4),
+    (("R152x1", "R152x2"), (7,), 6e-4),
+    (("R50+B/16", "R50+B/32"), (7,), 8e-4),
+    (("R50+L/32",), (7,), 2e-4),
+    (("R50+L/16",), (7, 14), 4e-4),
+)
+I21K = (
+    (("B/16", "B/32"), (90,), 1e-3),
+    (("L/16", "L/32"), (30, 90), 1e-3),
+)
+IMAGENET = ((("B/16", "B/32", "L/16", "L/32", "H/14"), (300,), 3e-3),)
+
+
+def hidden(model: str) -> int | None:
+    """The width of the pre-training head's tanh layer: the model's own; a ResNet has none."""
+    return SIZES[model.partition("/")[0].rpartition("+")[2]][1] if "/" in model else None
+
+
+def rows(
+    table: tuple[tuple[tuple[str, ...], tuple[int, ...], float], ...],
+) -> Iterator[tuple[str, int, float, str]]:
+    """(model, epochs, learning rate, suffix of the name)."""
+    for models, lengths, lr in table:
+        for model in models:
+            for epochs in lengths:
+                yield model, epochs, lr, f"-{epochs}" if len(lengths) > 1 else ""
+
+
+def pretraining() -> Iterator[tuple[str, Entry]]:
+    base = Recipe("B/16", "jft", epochs=7, batch=4096, warmup=10_000, decay="linear", objective="sigmoid")
+    for model, epochs, lr, suffix in rows(JFT):
+        recipe = dataclasses.replace(base, model=model, epochs=epochs, lr=lr, weight_decay=0.1, prelogits=hidden(model))
+        yield f"{model}-jft{suffix}", Entry(recipe, "pre-training, the paper's table", "paper")
+    for model, epochs, lr, suffix in rows(I21K):
+        recipe = dataclasses.replace(
+            base,
+            model=model,
+            data="imagenet21k",
+            epochs=epochs,
+            lr=lr,
+            weight_decay=0.03,
+            dropout=0.1,
+            prelogits=hidden(model),
+        )
+        yield f"{model}-i21k{suffix}", Entry(recipe, "pre-training, the paper's table", "paper")
+    for model, epochs, lr, suffix in rows(IMAGENET):
+        recipe = dataclasses.replace(
+            base, model=model, data="imagenet", epochs=epochs, lr=lr, decay="cosine", weight_decay=0.3, dropout=0.1
+        )
+        recipe = dataclasses.replace(recipe, objective="softmax", clip=1.0, prelogits=hidden(model))
+        yield f"{model}-imagenet{suffix}", Entry(recipe, "pre-training, the paper's table", "paper")
+    masked = dataclasses.replace(
+        base, objective="masked", epochs=None, steps=1_000_000, lr=2e-4, decay="cosine", weight_decay=0.1
+    )
+    yield "B/16-masked-jft", Entry(masked, "masked patch prediction, the paper's appendix", "paper")
+
+
+# ---- the paper's fine-tuning table: SGD, batch 512, cosine, clip 1, 384 px
+
+HIGH = (0.003, 0.01, 0.03, 0.06)
+LOW = (0.001, 0.003, 0.01, 0.03)
+#        name        data          steps  learning rates
+FINETUNE = (
+    ("imagenet", "imagenet", 20_000, HIGH),
+    ("cifar100", "cifar100", 10_000, LOW),
+    ("cifar10", "cifar10", 10_000, LOW),
+    ("pets", "oxford-pets", 500, LOW),
+    ("flowers", "flowers102", 500, LOW),
+    ("vtab", "vtab", 2_500, (0.01,)),
+)
+
+
+def finetuning() -> Iterator[tuple[str, Entry]]:
+    base = Recipe(
+        "B/16",
+        "imagenet",
+        (384, 384),
+        steps=20_000,
+        batch=512,
+        optimizer="sgd",
+        lr=0.01,
+        warmup=500,
+        decay="cosine",
+        clip=1.0,
+    )
+    about = "fine-tuning, the paper's table"
+    for name, data, steps, rates in FINETUNE:
+        recipe = dataclasses.replace(base, data=data, steps=steps, warmup=100 if steps == 500 else 500)
+        yield f"{name}-finetune", Entry(recipe, about, "paper", finetune=True, searched=rates)
+    for model, side in (("L/16", 512), ("H/14", 518)):
+        recipe = dataclasses.replace(base, model=model, image_size=(side, side), ema=0.9999)
+        yield (
+            f"imagenet-finetune-{side}",
+            Entry(recipe, f"{about}, Polyak 0.9999", "paper", finetune=True, searched=HIGH),
+        )
+
+
+# ---- AugReg: pre-training with augmentation by the size of the model
+
+#           mixup, RandAugment's layers and magnitude
+AUGREG = {
+    "none": Augment(),
+    "light1": Augment(randaugment=(2, 0)),
+    "light2": Augment(mixup=0.2, randaugment=(2, 10)),
+    "medium1": Augment(mixup=0.2, randaugment=(2, 15)),
+    "medium2": Augment(mixup=0.5, randaugment=(2, 15)),
+    "strong1": Augment(mixup=0.5, randaugment=(2, 20)),
+    "strong2": Augment(mixup=0.8, randaugment=(2, 20)),
+}
+#            on ImageNet-21k, on ImageNet
+AUGREG_FOR = {
+    "Ti/16": ("none", "light1"),
+    "S/32": ("none", "light2"),
+    "S/16": ("light1", "medium2"),
+    "B/32": ("light2", "medium2"),
+    "B/16": ("light2", "medium2"),
+    "L/16": ("medium2", "medium2"),
+}
+
+
+def augreg() -> Iterator[tuple[str, Entry]]:
+    base = Recipe("B/16", "imagenet21k", epochs=300, lr=1e-3, warmup=10_000, decay="cosine", weight_decay=0.1, clip=1.0)
+    for model, (large, small) in AUGREG_FOR.items():
+        recipe = dataclasses.replace(base, model=model, objective="sigmoid", augment=AUGREG[large])
+        yield f"{model}-augreg-i21k", Entry(recipe, f"AugReg, {large} augmentation", "augreg")
+        recipe = dataclasses.replace(base, model=model, data="imagenet", augment=AUGREG[small])
+        yield f"{model}-augreg-imagenet", Entry(recipe, f"AugReg, {small} augmentation", "augreg")
+
+
+# ---- runs for one machine
+
+
+def lab() -> Iterator[tuple[str, Entry]]:
+    about = "built-in handwritten digits, from scratch"
+    yield "digits", Entry(DIGITS, about, "lab", time="70 s on a CPU core", expect="99.0 to 99.2 % (98 % at least)")
+    about = "200 classes of 64x64 photos, from scratch"
+    yield "tiny-imagenet", Entry(TINY, about, "lab", time="9 min on an H200", expect="57 %")
+    masked = dataclasses.replace(
+        TINY,
+        objective="masked",
+        steps=None,
+        epochs=20,
+        batch=512,
+        lr=1e-3,
+        warmup=2000,
+        weight_decay=0.05,
+        ema=0.0,
+        drop_path=0.0,
+        cuda_graph=False,
+        augment=Augment(area=(0.3, 1.0)),
+    )
+    yield "tiny-imagenet-masked", Entry(masked, "masked patch prediction on the same", "lab")
+    about = "at 96 px, from scratch or from weights=RUN of tiny-imagenet"
+    took = "1 min on an H200"
+    yield "pets-96", Entry(PHOTOS, f"37 breeds {about}", "lab", time=took, expect="63 %, from scratch 9 %")
+    longer = dataclasses.replace(PHOTOS, data="flowers102", epochs=80)
+    yield "flowers-96", Entry(longer, f"102 flowers {about}", "lab", time=took, expect="69 %, from scratch 22 %")
+    yield "pets", Entry(SMALL_SET, "37 breeds, from weights, minutes on a CPU", "lab", finetune=True)
+    flowers = dataclasses.replace(SMALL_SET, data="flowers102", epochs=15)
+    yield "flowers", Entry(flowers, "102 flowers, from weights, minutes on a CPU", "lab", finetune=True)
+
+
+DIGITS = Recipe(
+    "Ti/2",
+    "digits",
+    (8, 8),
+    depth=4,
+    width=64,
+    mlp=128,
+    heads=4,
+    steps=1200,
+    batch=128,
+    lr=5e-3,
+    warmup=50,
+    weight_decay=0.05,
+    clip=1.0,
+    ema=0.99,
+    preprocess=Preprocess(crop=1.0),
+    augment=Augment(area=(0.8, 1.0), flip=False, mixup=0.3),
+    checkpoint_every=200,
+    threads=1,  # so small a model gains little from two, and loses much where they wait for other programs
+)
+TINY = Recipe(
+    "S/8",
+    "zh-plus/tiny-imagenet",
+    (64, 64),
+    depth=9,
+    width=256,
+    mlp=1024,
+    heads=4,
+    pool="mean",
+    drop_path=0.1,
+    steps=86_000,
+    batch=256,
+    lr=6e-4,
+    warmup=4000,
+    weight_decay=0.1,
+    clip=1.0,
+    ema=0.9995,
+    cuda_graph=True,
+    preprocess=Preprocess(crop=1.0),
+    augment=Augment(area=(0.4, 1.0), randaugment=(1, 9), mixup=0.8, cutmix=1.0, label_smoothing=0.1),
+    checkpoint_every=10_000,
+    log_every=100,
+)
+PHOTOS = dataclasses.replace(  # small sets of photos at 96 px, from TINY's weights or from scratch
+    TINY,
+    data="oxford-pets",
+    image_size=(96, 96),
+    steps=None,
+    epochs=40,
+    batch=128,
+    lr=5e-4,
+    warmup=100,
+    weight_decay=0.05,
+    ema=0.99,
+    augment=Augment(area=(0.3, 1.0), randaugment=(2, 9), mixup=0.2, label_smoothing=0.1),
+    compile="no",  # over sooner than a compiler is
+)
+SMALL_SET = Recipe(
+    "Ti/16",
+    "oxford-pets",
+    epochs=5,
+    batch=32,
+    optimizer="sgd",
+    lr=0.01,
+    warmup=50,
+    decay="cosine",
+    clip=1.0,
+    augment=Augment(area=(0.3, 1.0)),
+)
+
+RECIPES: dict[str, Entry] = {
+    name: entry for rows_ in (lab(), pretraining(), finetuning(), augreg()) for name, entry in rows_
+}
+
+
+def find(name: str) -> Entry:
+    """A recipe by name; a misspelt one is an error that says the nearest."""
+    if name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, 1, 0.4)
+        hint = f"did you mean '{near[0]}'?" if near else "`vitlab recipes` lists them"
+        raise UserError(f"there is no recipe '{name}'; {hint}")
+    return RECIPES[name]
+
+
+def ready(name: str, recipe: Recipe) -> Recipe:
+    """Refuse a recipe that still lacks what only the user has: data of their own, weights to start from."""
+    if recipe.data in PRIVATE:
+        raise UserError(f"{PRIVATE[recipe.data]}, so {name} needs data=SOURCE: a folder, parquet files or tar shards")
+    if find(name).finetune and recipe.weights is None:
+        raise UserError(f"{name} starts from trained weights; set weights=FILE, or a run folder, or a hub id")
+    return recipe
+
+
+# ---- words
+
+# GFLOPs of a forward pass by model and image side, a multiply-add counted as two; a test holds them to `vitlab.cost`.
+GFLOPS = {
+    ("Ti/2", 8): 0.0049,
+    ("S/8", 64): 0.951,  # nine layers of width 256
+    ("S/8", 96): 2.244,
+    ("Ti/16", 224): 2.51,
+    ("S/32", 224): 2.29,
+    ("S/16", 224): 9.20,
+    ("B/32", 224): 8.82,
+    ("B/16", 224): 35.1,
+    ("B/16", 384): 111,
+    ("L/32", 224): 30.8,
+    ("L/16", 224): 123,
+    ("L/16", 512): 724,
+    ("H/14", 224): 335,
+    ("H/14", 518): 2033,
+    ("R50x1", 224): 8.18,
+    ("R50x2", 224): 32.2,
+    ("R101x1", 224): 15.6,
+    ("R152x1", 224): 23.0,
+    ("R152x2", 224): 91.6,
+    ("R50+B/32", 224): 16.9,
+    ("R50+B/16", 224): 43.1,
+    ("R50+L/32", 224): 38.8,
+    ("R50+L/16", 224): 131,
+}
+
+
+def run_flops(recipe: Recipe) -> float:
+    """Operations of the whole run: a training image costs three forward passes."""
+    images = recipe.steps * recipe.batch if recipe.steps else (recipe.epochs or 0) * IMAGES[recipe.data][0]
+    return 3e9 * GFLOPS[recipe.model, recipe.image_size[0]] * images
+
+
+def length(recipe: Recipe) -> str:
+    if recipe.steps is None:
+        return f"{recipe.epochs:g} epochs"
+    short = {10**6: "M", 10**3: "k"}
+    size = next((size for size in short if recipe.steps % size == 0), 1)
+    return f"{recipe.steps // size}{short.get(size, '')} steps"
+
+
+def operations(flops: float) -> str:
+    """In the unit that fits: 224 exaFLOPs, 12 petaFLOPs."""
+    size, name = next(((s, n) for s, n in ((1e18, "exa"), (1e15, "peta")) if flops >= s), (1e12, "tera"))
+    count = flops / size
+    return f"{count:,.0f} {name}FLOPs" if count >= 100 else f"{count:.3g} {name}FLOPs"
+
+
+def command(name: str) -> str:
+    """What to type to run it."""
+    entry = RECIPES[name]
+    words = ["vitlab", "train", name]
+    words += ["data=SOURCE"] if entry.recipe.data in PRIVATE else []
+    words += ["weights=FILE"] if entry.finetune else []
+    return " ".join([*words, "--out", "runs/" + name.replace("/", "")])

@@ -1,0 +1,296 @@
+"""Before the first step: a new run folder or one to continue, the data, the model, the loaders, the micro-batch."""
+
+import dataclasses
+import json
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from vitlab.cost import cost
+from vitlab.data.loader import EvalLoader, TrainLoader
+from vitlab.data.source import Data, open_data
+from vitlab.device import pick_workers
+from vitlab.errors import UserError
+from vitlab.files import fsync
+from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig
+from vitlab.models.meta import meta_model
+from vitlab.models.variants import Model, build, configure
+from vitlab.settings import check_value, from_json, to_json
+from vitlab.text import brief
+from vitlab.training import checkpoint, manifest
+from vitlab.training.checkpoint import CheckpointMeta, Found
+from vitlab.training.objectives import start_sigmoid
+from vitlab.training.parallel import Cluster
+from vitlab.training.recipe import MODEL_KEYS, Recipe, difference, override, resolved
+from vitlab.training.trust import remember, vet_data, vet_weights
+from vitlab.weights import load
+from vitlab.weights.formats.vitlab import model_config, model_json
+
+RECIPE = "recipe.json"
+MOST_LAYERS = 1_000
+MOST_TESTED = 256 * 224 * 224  # pixels of a test batch
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """A run that is ready to go: all that does not change in its course."""
+
+    out: Path
+    recipe: Recipe
+    data: Data
+    config: ModelConfig
+    preprocess: Preprocess
+    found: Found | None  # the checkpoint to continue from
+    fresh: Model | None  # the model to begin with, where there is none
+
+    def model(self) -> Model:
+        return self.fresh if self.fresh is not None else build(self.config)
+
+
+def last(out: Path) -> Path:
+    return out / "checkpoints" / "last"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a run's recipe.json says, checked: it may be anybody's."""
+
+    recipe: Recipe
+    model: ModelConfig
+    preprocess: Preprocess
+    labels: tuple[str, ...]
+    images: int
+
+
+def read_run(out: Path) -> Stored | None:
+    """The run in a folder, if there is one."""
+    path = out / RECIPE
+    if not os.path.lexists(path):
+        return None
+    try:
+        about = checkpoint.read_json(path)
+        parts = {key: check_value(about.get(key), dict, key) for key in ("recipe", "model", "preprocess")}
+        images = check_value(about.get("images"), int, "images")
+        return Stored(
+            from_json(Recipe, parts["recipe"]),
+            model_config(parts["model"], tensors=MOST_LAYERS),
+            from_json(Preprocess, parts["preprocess"]),
+            check_value(about.get("labels"), tuple[str, ...], "labels"),
+            max(0, images),
+        )
+    except UserError as error:
+        raise UserError(f"{path} is not the recipe of a run: {brief(error)}; start again in a new --out") from None
+
+
+def stored_recipe(out: Path) -> Recipe | None:
+    stored = read_run(out)
+    return None if stored is None else stored.recipe
+
+
+def continued_recipe(out: Path, pairs: list[str]) -> Recipe | None:
+    """The recipe to continue the run in a folder by. Data and weights that it names must be this user's own words,
+    now (`pairs`) or when the run began."""
+    stored = stored_recipe(out)
+    if stored is None:
+        return None
+    recipe, given = override(stored, pairs), {pair.partition("=")[0] for pair in pairs}
+    if "data" not in given:
+        vet_data(stored.data, out / RECIPE, f"vitlab train --out {shlex.quote(str(out))} --resume data=")
+    if recipe.weights is not None and "weights" not in given and not any((out / "checkpoints").glob("last*")):
+        vet_weights(recipe.weights, out / RECIPE)
+    return recipe
+
+
+def prepare_run(
+    recipe: Recipe,
+    out: Path,
+    cluster: Cluster,
+    *,
+    resume: bool,
+    data: Data | None = None,
+    accept: bool = False,
+    lasting: bool = True,
+) -> RunSetup:
+    """Begin a run in `out`, or take up the one that is there; with `accept`, on data that has changed since.
+
+    What is not `lasting` is a trial, of which neither the data nor the recipe need be known later.
+    """
+    stored = read_run(out)
+    cluster.barrier()  # all have looked before the first process writes
+    if stored is not None and not resume:
+        raise UserError(f"{out} holds a run already; continue it with --resume, or choose another --out")
+    data = data or open_data(
+        recipe.data, seed=recipe.seed, subset=recipe.subset, per_class=recipe.per_class, holdout=recipe.holdout
+    )
+    if stored is not None:
+        checkpoint.check_own_files(out)
+        check_same_classes(stored, data, out)
+        cluster.agree(lambda: manifest.check_data(out, data, hashed=recipe.hash_data, accept=accept))
+    recipe = resolved(recipe, len(data.train), len(data.test), cluster.world)
+    if stored is not None:
+        if (key := difference(recipe, stored.recipe)) is not None:
+            raise UserError(
+                f"the run in {out} has another {key}; continue it with its own settings, or use a new --out"
+            )
+        found = checkpoint.find(last(out), lambda facts: check_facts(facts, recipe))
+        if found is not None:
+            check_size(stored.model, found.folder)
+            return RunSetup(out, recipe, data, stored.model, stored.preprocess, found, None)
+    model, preprocess = initial_model(recipe, data)
+    plan = RunSetup(out, recipe, data, model.config, preprocess, None, model)
+    cluster.agree(lambda: begin(plan, fresh=stored is None, lasting=lasting))
+    return plan
+
+
+def begin(plan: RunSetup, *, fresh: bool, lasting: bool) -> None:
+    """The folder of a run before its first step."""
+    write_recipe(plan)
+    if lasting:
+        remember(plan.out / RECIPE)
+    if lasting and fresh:
+        manifest.write(plan.out, manifest.listing(plan.data, plan.recipe.hash_data))
+
+
+def check_facts(facts: CheckpointMeta, recipe: Recipe) -> None:
+    """What a checkpoint says can be so in this run."""
+    if facts.step > (recipe.steps or 0):
+        raise UserError(f"step {facts.step} of a run of {recipe.steps}")
+    if recipe.batch % (facts.world * facts.micro):
+        raise UserError(f"{facts.world} processes with micro-batches of {facts.micro} do not make up {recipe.batch}")
+
+
+def check_size(config: ModelConfig, folder: Path) -> None:
+    """A checkpoint holds its model, so a model that is larger than the file is not built at all."""
+    need = sum(p.numel() * 2 for p in meta_model(config).state_dict().values())  # bytes, at the very least
+    have = sum(path.stat().st_size for path in folder.iterdir())
+    if need > have:
+        raise UserError(f"{folder} has {have:,} bytes, too few for the model that {RECIPE} describes; use a new --out")
+
+
+def initial_model(recipe: Recipe, data: Data) -> tuple[Model, Preprocess]:
+    """The model before its first step: fresh, or from weights with a new head."""
+    torch.manual_seed(recipe.seed)
+    classes = 0 if recipe.objective == "masked" else len(data.classes)
+    if recipe.weights is None:
+        model = build(configure(recipe.model, recipe.model_settings() | {"classes": classes}))
+        preprocess = recipe.preprocess or Preprocess()
+    else:
+        loaded = load(recipe.weights, classes=classes, image_size=recipe.image_size)
+        model, preprocess = with_rates(loaded, recipe), recipe.preprocess or loaded.card.preprocess
+    if recipe.objective == "sigmoid" and model.head is not None and not model.head.weight.any():  # a fresh head
+        start_sigmoid(model.head)
+    return model, preprocess
+
+
+def with_rates(model: Model, recipe: Recipe) -> Model:
+    """Loaded weights under the recipe's dropout and stochastic depth; what else a model is, the weights decide."""
+    given = {key: getattr(recipe, key) for key in MODEL_KEYS if getattr(recipe, key) is not None}
+    for key, value in given.items():
+        if key not in ("dropout", "drop_path") and getattr(model.config, key, value) != value:
+            has = getattr(model.config, key)
+            raise UserError(f"{recipe.weights} has {key}={has}, not {value}; set {key}={has}, or start without weights")
+    rates = {key: value for key, value in given.items() if key in ("dropout", "drop_path")}
+    if not rates or isinstance(model.config, ResNetConfig):
+        return model
+    new = build(dataclasses.replace(model.config, **rates))
+    new.load_state_dict(model.state_dict())
+    return new
+
+
+def write_recipe(plan: RunSetup) -> None:
+    """recipe.json, complete or not at all: the settings as they were resolved, and what the model is."""
+    said = {
+        "format": "vitlab/1",
+        "recipe": to_json(plan.recipe),
+        "model": model_json(plan.config),
+        "preprocess": to_json(plan.preprocess),
+        "labels": list(plan.data.classes),
+        "images": len(plan.data.train),
+    }
+    with checkpoint.disk_errors(plan.out / RECIPE):
+        plan.out.mkdir(parents=True, exist_ok=True)
+        new = plan.out / f"{RECIPE}.new"
+        new.write_text(json.dumps(said, indent=1) + "\n")
+        fsync(new)
+        new.rename(plan.out / RECIPE)
+
+
+def check_same_classes(stored: Stored, data: Data, out: Path) -> None:
+    if stored.labels != tuple(data.classes):
+        raise UserError(
+            f"the run in {out} knows {len(stored.labels)} classes, and {data.name} has {len(data.classes)}, or other "
+            "names for them; continue with the same data"
+        )
+
+
+def make_loaders(plan: RunSetup, cluster: Cluster, micro: int) -> tuple[TrainLoader, EvalLoader]:
+    """Training images in micro-batches, and test images."""
+    r, c = plan.recipe, cluster
+    workers = pick_workers(c.device) if r.workers is None else r.workers
+    h, w = plan.config.image_size
+    train = TrainLoader(
+        plan.data.train,
+        plan.config.image_size,
+        r.augment,
+        plan.preprocess,
+        batch=micro * c.world,
+        seed=r.seed,
+        workers=workers,
+        device=c.device,
+        rank=c.rank,
+        world=c.world,
+        resident=r.resident,
+        broken_limit=r.broken_limit,
+    )
+    test = EvalLoader(
+        plan.data.test,
+        plan.config.image_size,
+        plan.preprocess,
+        batch=min(2 * micro, max(256, MOST_TESTED // (h * w))),  # without gradients, twice as many fit
+        workers=workers,
+        device=c.device,
+        rank=c.rank,
+        world=c.world,
+        resident=r.resident,
+    )
+    return train, test
+
+
+# ---- the micro-batch: as much as memory carries
+
+
+def choose_micro(plan: RunSetup, cluster: Cluster, core: nn.Module, *, bf16: bool) -> int:
+    """Images of a process at a time: the user's choice, else what its memory carries."""
+    micro, share = plan.recipe.micro, plan.recipe.batch // cluster.world
+    if micro is not None:
+        if share % micro:
+            near = min(divisors(share), key=lambda d: abs(d - micro))
+            raise UserError(f"micro={micro} does not divide a process's batch of {share}; {near} does")
+        return micro
+    image = cost(lambda: build(plan.config)).activation_bytes * (1 if bf16 else 2)
+    state = 16 * sum(p.numel() for p in core.parameters())  # gradient, two moments and an average, float32
+    return fit_micro(share, image, state, free_bytes(cluster.device))
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
+    # half of what is there, not what happens to be free: the same run on the same machine is split the same way
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def fit_micro(batch: int, image_bytes: int, state_bytes: int, free: int) -> int:
+    """The largest part of a batch that divides it and fits, with a fifth of the memory to spare."""
+    room = max(0.0, 0.8 * free - state_bytes) / max(1, image_bytes)
+    return next(n for n in divisors(batch) if n <= room or n == 1)
+
+
+def divisors(n: int) -> list[int]:
+    """From n down to 1."""
+    return [d for d in range(n, 0, -1) if n % d == 0]

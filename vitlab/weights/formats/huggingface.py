@@ -1,0 +1,236 @@
+"""transformers' ViTForImageClassification and ViTModel: a folder with config.json and preprocessor_config.json.
+
+ViTModel's pooler, a dense layer with tanh on the class token, is our pre-logits layer without a head. Since version 5
+the names in memory differ from those in files; both are read, the files' are written.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vitlab.errors import UserError
+from vitlab.models.card import Card
+from vitlab.models.config import Gelu, Interpolation, ModelConfig, Preprocess, Size, ViTConfig, as_size
+from vitlab.settings import from_json
+from vitlab.weights.formats.base import (
+    Description,
+    FormatDefaults,
+    RawCheckpoint,
+    count,
+    dims,
+    find_heads,
+    find_labels,
+    guessed,
+    patch_side,
+    refuse,
+    require_plain,
+    require_pools,
+    said,
+    with_size,
+)
+from vitlab.weights.formats.table import JOIN3, Row, outward, pair, row
+
+NAME = "huggingface"
+WRITES = ("",)
+PREPROCESS = Preprocess(fit="stretch")
+DEFAULT = FormatDefaults(gelu="exact", norm_eps=1e-12, preprocess=PREPROCESS)
+ACTIVATIONS: dict[str, Gelu] = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+RESAMPLE: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+PATCHES = "embeddings.patch_embeddings.projection"
+
+# Where the parts of a layer are, in files and in memory.
+FILE = (
+    *("encoder.layer", "attention.attention.query", "attention.attention.key", "attention.attention.value"),
+    *("attention.output.dense", "intermediate.dense", "output.dense"),
+)
+MEMORY = (
+    *("layers", "attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    *("attention.o_proj", "mlp.fc1", "mlp.fc2"),
+)
+
+
+def fits(source: RawCheckpoint) -> bool:
+    return any(name.removeprefix("vit.") == f"{PATCHES}.weight" for name in source.shapes)
+
+
+def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> Description:
+    kind = source.config.get("model_type", "vit")
+    if kind != "vit":
+        raise UserError(f"{source.name} is a {kind!r} of transformers; of its models only 'vit' is known")
+    prefix = "vit." if f"vit.{PATCHES}.weight" in source.shapes else ""
+    names = MEMORY if count(source, f"{prefix}layers.#.") else FILE
+    told = folder_traits(source)
+    traits = given.over(told).over(DEFAULT)
+    width, _, *sides = dims(source, f"{prefix}{PATCHES}.weight", 4)
+    patch = patch_side(source, f"{prefix}{PATCHES}.weight", (sides[0], sides[1]))
+    pooler = f"{prefix}pooler.dense.weight"
+    config = ViTConfig(
+        image_size=(patch, patch),
+        patch=patch,
+        depth=count(source, f"{prefix}{names[0]}.#."),
+        width=width,
+        mlp=dims(source, f"{prefix}{names[0]}.0.{names[5]}.weight", 2)[0],
+        heads=find_heads(source, width, traits),
+        classes=dims(source, "classifier.weight", 2)[0] if "classifier.weight" in source.shapes else 0,
+        prelogits=dims(source, pooler, 2)[0] if pooler in source.shapes else 0,
+        gelu=said(traits.gelu),
+        norm_eps=said(traits.norm_eps),
+    )
+    rows = table(config, prefix, names)
+    size = source.config.get("image_size")
+    told_size = None if size is None else as_size(size)
+    positions = dims(source, f"{prefix}embeddings.position_embeddings", 3)[1] - 1
+    config = with_size(source, config, rows, positions, told_size, image_size)
+    unsaid = guessed(FormatDefaults(heads=config.heads).over(DEFAULT), given.over(told))
+    return Description(config, Card(said(traits.preprocess), read_labels(source, config.classes)), unsaid, rows)
+
+
+def folder_traits(source: RawCheckpoint) -> FormatDefaults:
+    act = source.config.get("hidden_act")
+    if act is not None and act not in list(ACTIVATIONS):
+        raise UserError(f"{source.name} has the activation {act!r}; only GELU is known")
+    pooler = source.config.get("pooler_act", "tanh")
+    if pooler != "tanh":
+        raise UserError(f"{source.name} has a pooler with {pooler!r}; only tanh is known")
+    eps = source.config.get("layer_norm_eps")
+    if eps is not None and not isinstance(eps, int | float):
+        raise UserError(f"layer_norm_eps of {source.name} must be a number, not {eps!r}")
+    return FormatDefaults(
+        heads=source.config.get("num_attention_heads"),
+        gelu=None if act is None else ACTIVATIONS[act],
+        norm_eps=eps,
+        preprocess=folder_preprocess(source),
+    )
+
+
+def folder_preprocess(source: RawCheckpoint) -> Preprocess | None:
+    data = source.processor
+    if not data:
+        return None
+    resample = data.get("resample", 2)
+    if resample not in list(RESAMPLE):
+        raise UserError(f"{source.name} prepares images by resample={resample!r}; 0, 1, 2 and 3 are known")
+    fields: dict[str, Any] = {"interpolation": RESAMPLE[resample], "fit": "stretch"}
+    edge, cut = side(data.get("size"), "shortest_edge"), side(data.get("crop_size"), "height")
+    if edge and cut and data.get("do_center_crop", True):
+        fields |= {"fit": "crop", "crop": min(1.0, cut / edge)}
+    elif edge:
+        fields |= {"fit": "crop", "crop": 1.0}
+    normal = data.get("do_normalize", True)
+    mean, std = data.get("image_mean", [0.5] * 3), data.get("image_std", [0.5] * 3)
+    fields |= {"mean": mean, "std": std} if normal else {"mean": [0.0] * 3, "std": [1.0] * 3}
+    scale = data.get("rescale_factor", 1 / 255)
+    if not isinstance(scale, int | float) or abs(scale * 255 - 1) > 1e-6:
+        raise UserError(f"{source.name} scales pixels by {scale!r}; only 1/255 is known")
+    return from_json(Preprocess, fields)
+
+
+def side(size: object, key: str) -> int:
+    """A side that a processor's `size` names, or 0."""
+    value = size.get(key) if isinstance(size, Mapping) else None
+    return value if type(value) is int and value > 0 else 0
+
+
+def read_labels(source: RawCheckpoint, classes: int) -> tuple[str, ...] | None:
+    names = source.config.get("id2label")
+    labels = find_labels(source, names, classes) if names else None
+    return None if labels == default_labels(classes) else labels
+
+
+def default_labels(classes: int) -> tuple[str, ...]:
+    return tuple(f"LABEL_{i}" for i in range(classes))
+
+
+# ---- the table
+
+
+def table(c: ViTConfig, prefix: str, names: tuple[str, ...] = FILE) -> list[Row]:
+    layer, *qkv, out, up, down = names
+    rows = [
+        *pair("embed", f"{prefix}{PATCHES}"),
+        row("token", f"{prefix}embeddings.cls_token"),
+        row("positions.table", f"{prefix}embeddings.position_embeddings"),
+    ]
+    for i in range(c.depth):
+        ours, theirs = f"blocks.{i}", f"{prefix}{layer}.{i}"
+        rows += pair(f"{ours}.norm1", f"{theirs}.layernorm_before")
+        for part in ("weight", "bias"):
+            parts = tuple(f"{theirs}.{name}.{part}" for name in qkv)
+            rows.append(Row((f"{ours}.attention.qkv.{part}",), parts, JOIN3))
+        rows += pair(f"{ours}.attention.out", f"{theirs}.{out}")
+        rows += pair(f"{ours}.norm2", f"{theirs}.layernorm_after")
+        rows += pair(f"{ours}.mlp.up", f"{theirs}.{up}")
+        rows += pair(f"{ours}.mlp.down", f"{theirs}.{down}")
+    rows += pair("norm", f"{prefix}layernorm")
+    rows += pair("prelogits", f"{prefix}pooler.dense") if c.prelogits else []
+    return rows + (pair("head", "classifier") if c.classes else [])
+
+
+# ---- writing
+
+
+def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
+    c = require_plain(config, NAME)
+    if c.stem:
+        raise refuse(NAME, "a ResNet stem")
+    if c.classes and c.prelogits:
+        raise refuse(NAME, "a pre-logits layer under a head")
+    require_pools(c, NAME, "token")
+    theirs = outward(table(c, "vit." if c.classes else ""), tensors)
+    save_file(theirs, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(describe(c, card), indent=2))
+    (path / "preprocessor_config.json").write_text(json.dumps(describe_preprocess(c, card.preprocess), indent=2))
+
+
+def describe(c: ViTConfig, card: Card) -> dict[str, Any]:
+    labels = card.labels or default_labels(c.classes)
+    height, width = c.image_size
+    data: dict[str, Any] = {
+        "architectures": ["ViTForImageClassification" if c.classes else "ViTModel"],
+        "model_type": "vit",
+        "image_size": height if height == width else [height, width],
+        "num_channels": 3,
+        "patch_size": c.patch,
+        "hidden_size": c.width,
+        "intermediate_size": c.mlp,
+        "num_hidden_layers": c.depth,
+        "num_attention_heads": c.heads,
+        "hidden_act": "gelu_pytorch_tanh" if c.gelu == "tanh" else "gelu",
+        "layer_norm_eps": c.norm_eps,
+        "qkv_bias": True,
+        "hidden_dropout_prob": c.dropout,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    if c.prelogits:
+        data |= {"pooler_output_size": c.prelogits, "pooler_act": "tanh"}
+    if c.classes:
+        data |= {"id2label": {str(i): name for i, name in enumerate(labels)}}
+        data |= {"label2id": {name: i for i, name in enumerate(labels)}}
+    return data
+
+
+def describe_preprocess(c: ViTConfig, p: Preprocess) -> dict[str, Any]:
+    height, width = c.image_size
+    data: dict[str, Any] = {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(p.mean),
+        "image_std": list(p.std),
+        "resample": next(number for number, name in RESAMPLE.items() if name == p.interpolation),
+        "size": {"height": height, "width": width},
+    }
+    if p.fit == "crop":
+        data |= {
+            "image_processor_type": "BitImageProcessor",  # ViT's own cannot crop
+            "size": {"shortest_edge": round(min(height, width) / p.crop)},
+            "do_center_crop": True,
+            "crop_size": {"height": height, "width": width},
+        }
+    return data
