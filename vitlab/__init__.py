@@ -30,7 +30,7 @@ _HOMES = {
     "convert": "vitlab.weights.convert",
     "create": "vitlab.models.variants",
     "load": "vitlab.weights.load",
-    "save": "vitlab.weights.formats.vitlab",
+    "save": "vitlab.weights.save",
 }
 
 
