@@ -14,7 +14,7 @@ from PIL import Image
 from rich.console import Console
 
 from vitlab import demo
-from vitlab.data.source import open_data
+from vitlab.data.open import open_data
 from vitlab.errors import UserError
 from vitlab.training.loop import train
 from vitlab.training.recipes import find

@@ -9,7 +9,7 @@ from PIL import Image
 from rich.console import Console
 
 import vitlab
-from vitlab.data.source import open_data
+from vitlab.data.open import open_data
 from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
 from vitlab.export import export

@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 import vitlab
 from vitlab.cli import app
 from vitlab.cost import cost
-from vitlab.data.source import ArraySource, open_data
+from vitlab.data.open import open_data
+from vitlab.data.source import ArraySource
 from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import evaluate, score

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from vitlab.analysis.gallery import Gallery
 from vitlab.data.loader import Batch, EvalLoader
-from vitlab.data.source import Data, ImageSource, open_data
+from vitlab.data.open import open_data
+from vitlab.data.source import Data, ImageSource
 from vitlab.errors import UserError
 from vitlab.models.vit import ViT
 from vitlab.predict.files import predict_files

@@ -36,7 +36,7 @@ FUNCTIONS = {
         "vitlab.training.setup:initial_model",
         "vitlab.training.setup:write_recipe",
         "vitlab.training.loop:Run.take_up",
-        "vitlab.data.source:open_data",
+        "vitlab.data.open:open_data",
     ),
     "steps": (
         "vitlab.training.loop:Run.step",

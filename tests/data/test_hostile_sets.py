@@ -19,7 +19,7 @@ import pytest
 from pictures import encoded, picture, write_folder, write_shard
 
 from vitlab.data.images import BrokenImage
-from vitlab.data.source import open_data
+from vitlab.data.open import open_data
 from vitlab.errors import UserError
 
 pa = pytest.importorskip("pyarrow")
@@ -28,7 +28,7 @@ OPEN = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 from vitlab.models.config import UserError
-from vitlab.data.source import open_data
+from vitlab.data.open import open_data
 try:
     data = open_data(sys.argv[1])
     print(f"{len(data.train) + len(data.test)} images, {len(data.classes)} classes")
@@ -165,7 +165,7 @@ def test_a_picture_of_gigabytes_does_not_stop_the_next(tmp_path: Path) -> None:
     content = path.read_bytes()
     at = content.index(b"4.png\0")
     holes(path, content[:at] + header("4.png", 1 << 40), at + 512 + (1 << 40) + 1024)
-    source = open_data(str(path)).train.whole  # type: ignore[attr-defined]
+    source = open_data(str(path)).train.source  # type: ignore[attr-defined]
     with pytest.raises(BrokenImage, match="4: it is larger than 256 MB"):
         source.image(4)
     assert source.image(3).size == (24, 20)
@@ -290,7 +290,7 @@ def test_rows_without_pictures_do_not_stop_the_next(tmp_path: Path) -> None:
     images = [None, {"bytes": None, "path": "gone.png"}, {"bytes": b"no picture", "path": "\u202e.png"}, good, good]
     data = open_data(str(parquet(tmp_path / "train.parquet", table([0, 1, 0, 1, 0], images))), holdout=0.1)
     assert len(data.train) == 3
-    source = data.train.whole  # type: ignore[attr-defined]
+    source = data.train.source  # type: ignore[attr-defined]
     for index in (0, 1, 2):
         with pytest.raises(BrokenImage, match=f"row {index}"):
             source.image(index)

@@ -14,8 +14,9 @@ from PIL import Image
 
 from vitlab.data.images import BrokenImage, Shrink
 from vitlab.data.loader import Batch, EvalLoader, TrainLoader
+from vitlab.data.open import open_data
 from vitlab.data.resident import Resident, weights, worth_holding
-from vitlab.data.source import ArraySource, open_data
+from vitlab.data.source import ArraySource
 from vitlab.data.transforms import Augment, eval_image
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess

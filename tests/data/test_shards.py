@@ -8,7 +8,7 @@ import pytest
 from pictures import encoded, picture, write_shard
 
 from vitlab.data.loader import WINDOW, TrainLoader
-from vitlab.data.source import open_data
+from vitlab.data.open import open_data
 from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from pictures import arrays, encoded, picture, write_folder
 
-from vitlab.data.source import ImageSource, open_data, settle
+from vitlab.data.open import assign_splits, open_data
+from vitlab.data.source import ImageSource
 from vitlab.errors import UserError
 
 
@@ -156,7 +157,7 @@ def test_wrong_settings(settings: dict[str, float], words: str) -> None:
 
 def test_holdout_is_stratified_and_fixed() -> None:
     source = arrays(97, 3)
-    data = settle("x", {"train": source}, None, holdout=0.2)
+    data = assign_splits("x", {"train": source}, 0.2)
     assert counts(data.test) == [round(0.2 * count) for count in counts(source)]
     assert not names(data.train) & names(data.test)
     assert names(data.train) | names(data.test) == names(source)
@@ -166,7 +167,7 @@ def test_holdout_is_stratified_and_fixed() -> None:
 
 def test_holdout_leaves_every_class_an_image() -> None:
     source = arrays(5, 3)  # classes of 2, 2 and 1
-    data = settle("x", {"train": source}, None, holdout=0.9)
+    data = assign_splits("x", {"train": source}, 0.9)
     assert counts(data.train) == [1, 1, 1]
     assert counts(data.test) == [1, 1, 0]
 
@@ -279,7 +280,7 @@ def test_revisions_of_hub_sets(tmp_path: Path) -> None:
         write_parquet(repo / "snapshots" / commit / "data" / "train-0.parquet", [0, 1, 0, 1], classes)
         (repo / "refs" / branch).write_text(commit)
     code = f"""
-from vitlab.data.source import open_data
+from vitlab.data.open import open_data
 for name in ("some/set", "some/set@v1.0", "some/set@{old}"):
     data = open_data(name)
     print(*data.classes, data.note[-40:])

@@ -9,7 +9,7 @@ from pictures import picture, write_folder
 from PIL import Image
 
 from benchmarks.loader import loader_benchmark, photo
-from vitlab.data.source import open_data
+from vitlab.data.open import open_data
 from vitlab.data.summary import class_warnings, contact_sheet, image_warnings, summarize
 
 

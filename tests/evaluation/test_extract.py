@@ -17,7 +17,8 @@ from PIL import Image
 
 import vitlab
 from vitlab.data.images import Shrink
-from vitlab.data.source import ArraySource, Subset, open_data
+from vitlab.data.open import open_data
+from vitlab.data.source import ArraySource, Subset
 from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
 from vitlab.evaluation.extract import Features, extract

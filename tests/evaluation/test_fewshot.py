@@ -21,7 +21,7 @@ from PIL import Image
 from sklearn.linear_model import Ridge as SklearnRidge
 
 import vitlab
-from vitlab.data.source import open_data
+from vitlab.data.open import open_data
 from vitlab.errors import UserError
 from vitlab.evaluation.extract import Features, extract
 from vitlab.evaluation.fewshot import Ridge, few_shot, fit, support

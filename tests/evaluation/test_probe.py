@@ -15,7 +15,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 import vitlab
 from vitlab.cli import representation
-from vitlab.data.source import open_data
+from vitlab.data.open import open_data
 from vitlab.errors import UserError
 from vitlab.evaluation import probe as module
 from vitlab.evaluation.extract import Features, extract

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from vitlab.data.loader import TrainLoader
-from vitlab.data.source import open_data
+from vitlab.data.open import open_data
 from vitlab.data.transforms import Augment
 from vitlab.models.config import Preprocess
 

@@ -16,7 +16,8 @@ from test_received import photos
 from test_resume import killed_at
 
 from vitlab.data.folder import FileSource
-from vitlab.data.source import Data, open_data
+from vitlab.data.open import open_data
+from vitlab.data.source import Data
 from vitlab.errors import UserError
 from vitlab.training import manifest
 

@@ -19,7 +19,7 @@ def data(
     workers: Annotated[int, typer.Option(help="Processes that decode.")] = 0,
 ) -> None:
     """Look at a set: classes, counts, sizes, broken files, duplicates across splits, and a picture of samples."""
-    from vitlab.data.source import open_data
+    from vitlab.data.open import open_data
     from vitlab.data.summary import class_warnings, contact_sheet, image_warnings, summarize, tables
 
     opened = open_data(source)

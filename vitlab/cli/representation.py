@@ -206,7 +206,7 @@ class Features:
     def __init__(
         self, run: str, data: str, keep: Path | None, batch: int | None, workers: int | None, device: str
     ) -> None:
-        from vitlab.data.source import open_data
+        from vitlab.data.open import open_data
         from vitlab.weights import load
 
         self.run, self.name, self.model, self.data = run, data, load(run), open_data(data)

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitlab.data.open import check, find_splits, open_data
 from vitlab.data.rng import Floats, Ints
-from vitlab.data.source import ImageSource, check, find_splits, open_data
+from vitlab.data.source import ImageSource
 from vitlab.errors import UserError
 from vitlab.evaluation.classes import match_classes
 from vitlab.evaluation.extract import extract

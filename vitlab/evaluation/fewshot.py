@@ -28,8 +28,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vitlab.data.open import pick
 from vitlab.data.rng import SUBSET, Floats, Ints, keys
-from vitlab.data.source import pick
 from vitlab.errors import UserError
 from vitlab.evaluation.extract import Features, Values
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitlab.data.open import held_out, pick
 from vitlab.data.rng import HOLDOUT, Ints, keys
-from vitlab.data.source import held_out, pick
 from vitlab.errors import UserError
 from vitlab.evaluation.extract import Features, Values
 from vitlab.evaluation.fewshot import CHUNK, Standard, standard

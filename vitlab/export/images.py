@@ -13,7 +13,8 @@ from rich.progress import track
 from torch import Tensor
 
 from vitlab.data.images import BrokenImage
-from vitlab.data.source import ImageSource, open_data
+from vitlab.data.open import open_data
+from vitlab.data.source import ImageSource
 from vitlab.data.transforms import eval_pixels
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size

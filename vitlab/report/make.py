@@ -15,7 +15,8 @@ from string import Template
 from vitlab import __version__
 from vitlab.cost import cost
 from vitlab.data.images import BrokenImage
-from vitlab.data.source import Data, open_data
+from vitlab.data.open import open_data
+from vitlab.data.source import Data
 from vitlab.device import memory_errors
 from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import Evaluation, evaluate

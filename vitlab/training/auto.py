@@ -15,7 +15,8 @@ import torch
 
 from vitlab.cost import Cost, cost
 from vitlab.data.images import BrokenImage
-from vitlab.data.source import Data, ImageSource, open_data
+from vitlab.data.open import open_data
+from vitlab.data.source import Data, ImageSource
 from vitlab.data.summary import class_warnings, image_warnings, summarize
 from vitlab.data.transforms import Augment
 from vitlab.device import peak_flops, pick_device

@@ -61,7 +61,7 @@ SIGNS = {ord(sign): f"\\x{ord(sign):02x}" for sign in "\t\n\r\x1b"}
 def entries(source: ImageSource, indices: Ints, hashed: bool) -> Iterator[Entry]:
     """Names and sizes by what is cheap for each kind: no image is opened unless its content is asked for."""
     if isinstance(source, Subset):
-        yield from entries(source.whole, source.indices[indices], hashed)
+        yield from entries(source.source, source.indices[indices], hashed)
     elif isinstance(source, FileSource):
         yield from files(source, indices, hashed)
     elif isinstance(source, ShardSource):
@@ -114,7 +114,7 @@ def pixels(source: ImageSource, index: int) -> str:
 def containers(source: ImageSource) -> list[tuple[str, int]]:
     """The files that images lie in, with their sizes."""
     if isinstance(source, Subset):
-        return containers(source.whole)
+        return containers(source.source)
     paths = (
         source.files if isinstance(source, ParquetSource) else source.urls if isinstance(source, ShardSource) else []
     )

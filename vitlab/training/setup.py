@@ -12,7 +12,8 @@ from torch import nn
 
 from vitlab.cost import cost
 from vitlab.data.loader import EvalLoader, TrainLoader
-from vitlab.data.source import Data, open_data
+from vitlab.data.open import open_data
+from vitlab.data.source import Data
 from vitlab.device import pick_workers
 from vitlab.errors import UserError
 from vitlab.files import fsync

@@ -1,0 +1,148 @@
+"""Open any data set by its name: find its splits, hold out a test split where it has none, choose a subset.
+
+digits                                scikit-learn's digits, built in
+cifar10, cifar100, oxford-pets, flowers102, imagenet:FOLDER      torchvision's sets
+FOLDER                                class folders; or parquet files; or tar shards
+FILE.parquet, "train-{000..009}.tar", "pipe:COMMAND"             the same by file
+OWNER/NAME, OWNER/NAME@REVISION       a set on the Hugging Face hub
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from glob import glob
+from pathlib import Path
+
+import numpy as np
+
+from vitlab.data import builtin, folder, hub, parquet, shards
+from vitlab.data.rng import HOLDOUT, SUBSET, Ints, Keys, keys
+from vitlab.data.source import Data, ImageSource, Subset
+from vitlab.errors import UserError
+
+log = logging.getLogger("vitlab")
+
+
+def open_data(
+    spec: str,
+    *,
+    seed: int = 0,
+    subset: float | None = None,
+    per_class: int | None = None,
+    holdout: float = 0.2,
+) -> Data:
+    """Open the data set named `spec`, see the list above; raises UserError where there is none or it is unusable.
+
+    `subset` (a fraction) or `per_class` (a number) keeps only some training images, the same share of every class.
+    The seed chooses them; smaller subsets are part of larger ones. Of a set without a test split, the fraction
+    `holdout` of each class becomes one. Which images those are does not depend on the seed, so that a model is never
+    tested on what it was trained on.
+    """
+    if not 0 < holdout < 1:
+        raise UserError(f"holdout must be above 0 and below 1, not {holdout}")
+    title = Path(spec).name.removesuffix(".parquet").removesuffix(".tar")
+    splits, preferred = find_splits(spec)
+    data = assign_splits(title, splits, preferred or holdout)
+    commit = hub.commit_of(next(iter(splits.values())))
+    data = replace(data, note=f"{data.note}; the hub's commit {commit}") if commit else data
+    for split, source in data.splits.items():
+        check(source, spec, split)
+    chosen = subset_indices(data.train, seed, subset, per_class)
+    return data if chosen is None else replace(data, train=Subset(data.train, chosen))
+
+
+def find_splits(spec: str) -> tuple[Mapping[str, ImageSource], float | None]:
+    """The splits of the set `spec` by name, and the fraction to hold out for testing that it comes with, if any."""
+    path = Path(spec).expanduser()
+    if spec == "digits":
+        return {"train": builtin.digits()}, 1 / 3
+    if spec in builtin.SETS:
+        return builtin.splits(spec), None
+    if spec.startswith("imagenet:"):
+        return folder.splits(Path(spec.removeprefix("imagenet:")).expanduser()), None
+    if shards.is_shards(spec):
+        return shards.splits(spec), None
+    if path.is_dir():
+        if any(next(path.glob(pattern), None) for pattern in ("*.parquet", "data/*.parquet", "train*/*.parquet")):
+            return parquet.splits(sorted(path.rglob("*.parquet")), path), None
+        return (shards.splits(f"{path}/*.tar") if next(path.glob("*.tar"), None) else folder.splits(path)), None
+    if spec.endswith(".parquet"):
+        return parquet.splits([Path(file) for file in sorted(glob(str(path)))] or [path], path.parent), None
+    if hub.is_id(spec):
+        return hub.splits(spec), None
+    names = ", ".join(["digits", *builtin.SETS])
+    raise UserError(
+        f"there is no data set '{spec}': it is neither a folder or file here nor one of {names}, "
+        "nor the id of a set on the hub (owner/name)"
+    )
+
+
+def assign_splits(title: str, splits: Mapping[str, ImageSource], holdout: float) -> Data:
+    """A training and a test split from those there are; where there is only one, part of it is held out."""
+    labeled = {k: s for k, s in splits.items() if len(s) == 0 or (s.labels >= 0).any()}
+    note = "".join(f"the {k} split has no labels and was left out; " for k in splits if k not in labeled)
+    if not labeled:
+        raise UserError(f"no split of {title} has labels")
+    train = labeled.pop("train" if "train" in labeled else next(iter(labeled)))
+    test, validation = labeled.get("test"), labeled.get("validation")
+    if test is not None:
+        note += "train and test are the set's own" + ("" if validation is None else "; validation is kept aside")
+        return Data(title, train, test, validation, note)
+    if validation is not None:
+        return Data(title, train, validation, None, note + "test is the set's validation split")
+    held = np.zeros(len(train), bool)
+    held[pick(train.labels, lambda count: held_out(count, holdout), keys(0, HOLDOUT, np.arange(len(train))))] = True
+    note += f"test is {holdout:.0%} of the images, held out class by class"
+    return Data(title, Subset(train, np.flatnonzero(~held)), Subset(train, np.flatnonzero(held)), None, note)
+
+
+def held_out(count: int, share: float) -> int:
+    """How many of a class are held out: at least one and not all; a class of one stays in training."""
+    return min(max(1, round(count * share)), count - 1)
+
+
+def subset_indices(source: ImageSource, seed: int, subset: float | None, per_class: int | None) -> Ints | None:
+    """The indices of a stratified subset, ascending; None where all images stay."""
+    if subset is not None and per_class is not None:
+        raise UserError("give subset or per_class, not both")
+    hashed = keys(seed, SUBSET, np.arange(len(source)))
+    if subset is not None:
+        if not 0 < subset <= 1:
+            raise UserError(f"subset must be above 0 and at most 1, not {subset}")
+        return pick(source.labels, lambda count: max(1, round(count * subset)), hashed)
+    if per_class is None:
+        return None
+    if per_class < 1:
+        raise UserError(f"per_class must be at least 1, not {per_class}")
+    short = int((np.bincount(source.labels) < per_class).sum())
+    if short:
+        log.warning("%d classes have fewer than %d training images; all of them are used", short, per_class)
+    return pick(source.labels, lambda count: min(per_class, count), hashed)
+
+
+def pick(labels: Ints, quota: Callable[[int], int], hashed: Keys) -> Ints:
+    """Of each class the `quota(count)` images with the lowest hashes, as ascending indices."""
+    _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    order = np.lexsort((hashed, inverse))
+    rank = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
+    quotas = np.array([quota(int(count)) for count in counts], np.int64)
+    return np.sort(order[rank < np.repeat(quotas, counts)])
+
+
+def check(source: ImageSource, spec: str, split: str) -> None:
+    """Raise UserError unless the split has images, two classes or more, and valid labels."""
+    if len(source) == 0:
+        raise UserError(f"'{spec}' has no images in its {split} split; put some there or name another set")
+    count = len(source.classes)
+    if count < 2:
+        raise UserError(
+            f"'{spec}' has only the class '{''.join(source.classes)}'; a classifier needs two or more, "
+            "each in a folder of its own"
+        )
+    wrong = np.flatnonzero((source.labels < 0) | (source.labels >= count))
+    if len(wrong):
+        first = int(wrong[0])
+        raise UserError(
+            f"{source.name(first)} has the label {source.labels[first]}, outside 0 to {count - 1} (in '{spec}'); "
+            "fix the label or the list of classes"
+        )
