@@ -1,11 +1,10 @@
-"""How fast images are read: python -m benchmarks.loader
+"""How fast images are read: python benchmarks/loader.py
 
-Each row is one kind of file in one kind of source, on one core: our loader, and beside it a plain loop of Pillow and
-torchvision's RandomResizedCrop over the same files, measured in turn in the same run.
+Each row is one file format in one kind of source, on one core: vitlab's loader, and beside it a plain loop of Pillow
+and torchvision's RandomResizedCrop over the same files, measured alternately in the same run.
 """
 
 import io
-import json
 import tarfile
 import tempfile
 import time
@@ -15,57 +14,54 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
 from vitlab.data.folder import FileSource
 from vitlab.data.images import decode
+from vitlab.data.parquet import splits
 from vitlab.data.rng import keys
+from vitlab.data.shards import ShardSource, scan
 from vitlab.data.source import ArraySource, ImageSource
 from vitlab.data.transforms import Augment, normalize
-from vitlab.data.workers import AugmentedReader
+from vitlab.data.workers import TrainReader
+from vitlab.device import cpu_threads
 from vitlab.models.config import Preprocess, Size
 
-KINDS = {"JPEG": ".jpg", "WEBP": ".webp", "PNG": ".png"}
+FORMATS = {"JPEG": ".jpg", "WEBP": ".webp", "PNG": ".png"}
 PHOTO, LARGE, SMALL = (375, 500), (3000, 4000), (64, 64)  # as in ImageNet; from a camera; as in Tiny-ImageNet
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Images a second on one core."""
+    """Images per second on one core, of vitlab's loader and of the plain loop."""
 
     source: str
     kind: str
     size: Size
-    ours: float
+    vitlab: float
     plain: float
 
 
 def loader_benchmark(size: Size = (224, 224), count: int = 48, rounds: int = 5) -> list[Speed]:
     """Inception crop, flip and normalization, from files, parquet, shards and memory."""
     results = []
-    cases = [("folder", kind, PHOTO) for kind in KINDS]
+    cases = [("folder", kind, PHOTO) for kind in FORMATS]
     cases += [("folder", "JPEG", LARGE), ("folder", "WEBP", SMALL), ("shards", "JPEG", PHOTO), ("memory", "-", PHOTO)]
     if find_spec("pyarrow"):
         cases += [("parquet", "JPEG", PHOTO), ("parquet", "WEBP", SMALL)]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for where, kind, shape in cases:
-            with tempfile.TemporaryDirectory() as folder:
-                files = write_photos(Path(folder), kind, shape, 4 if shape == LARGE else count)
-                source = as_source(where, files, Path(folder))
-                loops = ours_loop(source, size), plain_loop(source if where == "memory" else files, size)
-                results.append(Speed(where, kind, shape, *fastest(loops, len(source), rounds)))
-    finally:
-        torch.set_num_threads(threads)
+    for where, kind, shape in cases:
+        with cpu_threads(1), tempfile.TemporaryDirectory() as folder:
+            files = write_photos(Path(folder), kind, shape, 4 if shape == LARGE else count)
+            source = as_source(where, files, Path(folder))
+            loops = vitlab_loop(source, size), plain_loop(source if where == "memory" else files, size)
+            results.append(Speed(where, kind, shape, *fastest(loops, len(source), rounds)))
     return results
 
 
 def fastest(loops: tuple[Callable[[], None], ...], images: int, rounds: int) -> list[float]:
-    """The best of some rounds of each, in turn, by the processor's time: other programs do not count."""
+    """Images per second in the best of some alternating rounds of each loop, by processor time."""
     best = [0.0] * len(loops)
     for _ in range(rounds):
         for i, loop in enumerate(loops):
@@ -75,13 +71,13 @@ def fastest(loops: tuple[Callable[[], None], ...], images: int, rounds: int) -> 
     return best
 
 
-def ours_loop(source: ImageSource, size: Size) -> Callable[[], None]:
-    cutter = AugmentedReader(source, size, Preprocess(), Augment())
+def vitlab_loop(source: ImageSource, size: Size) -> Callable[[], None]:
+    reader = TrainReader(source, size, Preprocess(), Augment())
     order = list(zip(range(len(source)), keys(0, 0, np.arange(len(source))).tolist(), strict=True))
 
     def loop() -> None:
         for start in range(0, len(order), 8):
-            normalize(cutter.__getitems__(order[start : start + 8]).pixels, Preprocess())
+            normalize(reader.read_chunk(order[start : start + 8]).pixels, Preprocess())
 
     return loop
 
@@ -110,16 +106,17 @@ def plain_loop(source: ImageSource, size: Size) -> Callable[[], None]:
 
 
 def write_photos(folder: Path, kind: str, shape: Size, count: int) -> FileSource:
-    """Pictures with the detail of photos: noise that is strong at coarse scales and weak at fine ones."""
+    """Write images with the detail of photos, see `photo`."""
     paths = []
     for i in range(count):
-        path = folder / f"{i:04d}{KINDS.get(kind, '.png')}"
+        path = folder / f"{i:04d}{FORMATS.get(kind, '.png')}"
         photo(i, shape).save(path, None if kind == "-" else kind)
         paths.append(path.name)
     return FileSource(folder, paths, [i % 2 for i in range(count)], ("a", "b"))
 
 
 def photo(seed: int, shape: Size) -> Image.Image:
+    """Noise that is strong at coarse scales and weak at fine ones, as in photos."""
     rng, total = np.random.default_rng(seed), np.full((*shape, 3), 128.0)
     for level in range(2, 9):
         coarse = rng.normal(0, 1, (min(2**level, shape[0]), min(2**level, shape[1]), 3))
@@ -131,7 +128,7 @@ def photo(seed: int, shape: Size) -> Image.Image:
 
 
 def as_source(where: str, files: FileSource, folder: Path) -> ImageSource:
-    """The same files in another container."""
+    """The same files in another kind of source."""
     if where == "folder":
         return files
     if where == "memory":
@@ -139,8 +136,6 @@ def as_source(where: str, files: FileSource, folder: Path) -> ImageSource:
         return ArraySource("memory", pixels, files.labels, files.classes)
     data = [Path(files.name(i)).read_bytes() for i in range(len(files))]
     if where == "shards":
-        from vitlab.data.shards import ShardSource, scan
-
         path = folder / "train.tar"
         with tarfile.open(path, "w") as tar:
             for i, content in enumerate(data):
@@ -154,25 +149,23 @@ def as_source(where: str, files: FileSource, folder: Path) -> ImageSource:
 
 
 def as_parquet(data: list[bytes], files: FileSource, folder: Path) -> ImageSource:
-    from importlib import import_module
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    from vitlab.data.parquet import splits
-
-    table = import_module("pyarrow").table({"image": [{"bytes": d, "path": ""} for d in data], "label": files.labels})
-    table = table.replace_schema_metadata({"huggingface": json.dumps({})})
-    import_module("pyarrow.parquet").write_table(table, folder / "train.parquet")
+    table = pa.table({"image": [{"bytes": d, "path": ""} for d in data], "label": files.labels})
+    pq.write_table(table, folder / "train.parquet")
     return splits([folder / "train.parquet"], folder)["train"]
 
 
-def report(results: list[Speed], size: Size) -> Table:
-    table = Table("source", "format", "picture", title=f"images a second on one core, cut to {size[0]}x{size[1]}")
+def speed_table(results: list[Speed], size: Size) -> Table:
+    table = Table("source", "format", "image", title=f"images per second on one core, at {size[0]}x{size[1]}")
     for heading in ("vitlab", "plain loop", "ratio"):
         table.add_column(heading, justify="right")
     for r in results:
         shape = f"{r.size[1]}x{r.size[0]}"
-        table.add_row(r.source, r.kind, shape, f"{r.ours:.0f}", f"{r.plain:.0f}", f"{r.ours / r.plain:.2f}")
+        table.add_row(r.source, r.kind, shape, f"{r.vitlab:.0f}", f"{r.plain:.0f}", f"{r.vitlab / r.plain:.2f}")
     return table
 
 
 if __name__ == "__main__":
-    Console().print(report(loader_benchmark(), (224, 224)))
+    Console().print(speed_table(loader_benchmark(), (224, 224)))

@@ -17,7 +17,7 @@ from PIL import Image
 
 from vitlab.data import folder
 from vitlab.data.av1 import largest_frame
-from vitlab.data.decoder import Undecodable, unpack
+from vitlab.data.decoder import Undecodable, decode_bytes
 from vitlab.data.headers import Absurd, Header, read_header
 from vitlab.data.images import BrokenImage, decode, is_plain, sandbox
 from vitlab.data.loader import TrainLoader
@@ -150,7 +150,7 @@ def test_more_pixels_than_allowed() -> None:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "GIF", "WEBP"])
 def test_the_process_gives_the_same_pixels(kind: str) -> None:
     data = wide(61, 47, kind)
-    assert np.array_equal(sandbox().decode(data, Wanted()), unpack(data))
+    assert np.array_equal(sandbox().decode(data, Wanted()), decode_bytes(data))
 
 
 def test_large_pictures_come_in_bands() -> None:
@@ -163,7 +163,7 @@ def test_large_pictures_come_in_bands() -> None:
 def test_framing_in_the_process_is_evaluation() -> None:
     data, preprocess = wide(61, 47, "PNG"), Preprocess(crop=0.9, interpolation="bicubic")
     found = sandbox().decode(data, Wanted(size=(32, 24), preprocess=preprocess))
-    assert np.array_equal(np.asarray(found).transpose(2, 0, 1), eval_pixels(unpack(data), (32, 24), preprocess))
+    assert np.array_equal(np.asarray(found).transpose(2, 0, 1), eval_pixels(decode_bytes(data), (32, 24), preprocess))
 
 
 def test_jpegs_shrink_in_the_process_too() -> None:

@@ -12,10 +12,11 @@ import torch
 from pictures import arrays, picture, write_folder
 from PIL import Image
 
-from vitlab.data.images import BrokenImage, Shrink
+from vitlab.data.decoder import Shrink
+from vitlab.data.images import BrokenImage
 from vitlab.data.loader import Batch, EvalLoader, TrainLoader
 from vitlab.data.open import open_data
-from vitlab.data.resident import Resident, weights, worth_holding
+from vitlab.data.resident import ResidentSet, fits_on_device, resize_weights
 from vitlab.data.source import ArraySource
 from vitlab.data.transforms import Augment, eval_image
 from vitlab.errors import UserError
@@ -85,7 +86,7 @@ def test_ranks_share_the_batch(resident: bool, world: int, batch: int) -> None:
 def test_many_batches_at_a_time_are_the_same(rank: int, world: int, batch: int, augment: Augment) -> None:
     """As an accelerator makes them; 23 images, so that a lot of them reaches over epochs."""
     one, many = (loader(arrays(23), augment, batch=batch, rank=rank, world=world, resident=True) for _ in range(2))
-    many.most = 40
+    many.images_at_once = 40
     for step in (0, 2):
         for alone, among in zip(take(one, 30, step), take(many, 30, step), strict=True):
             assert same(alone, among)
@@ -132,7 +133,7 @@ def test_weights_are_pillows_resize(kind: str, low: float, high: float, size: in
     image = Image.fromarray(np.repeat(line[None], 8, 0))
     filters = {k: getattr(Image.Resampling, k.upper()) for k in ("nearest", "bilinear", "bicubic", "lanczos")}
     expected = np.asarray(image.resize((size, 8), filters[kind], box=(low, 0, high, 8)))[0].astype(float)
-    matrix = weights(torch.tensor([low]), torch.tensor([high]), size, 24, kind)[0]  # type: ignore[arg-type]
+    matrix = resize_weights(torch.tensor([low]), torch.tensor([high]), size, 24, kind)[0]  # type: ignore[arg-type]
     found = (matrix.double() @ torch.from_numpy(line).double()).round().clamp(0, 255)
     assert np.abs(found.numpy() - expected).max() <= 1
 
@@ -183,10 +184,10 @@ def test_a_gpu_cuts_what_the_cpu_cuts() -> None:
 
 def test_what_is_held() -> None:
     source, cpu = open_data("digits").train, torch.device("cpu")
-    assert worth_holding(source, (8, 8), cpu)
-    assert not worth_holding(source, (224, 224), cpu)
+    assert fits_on_device(source, (8, 8), cpu)
+    assert not fits_on_device(source, (224, 224), cpu)
     assert loader(arrays(), size=16).resident
-    assert Resident(source, (8, 8), PLAIN, 0, cpu).stored == (8, 8)
+    assert ResidentSet(source, (8, 8), PLAIN, 0, cpu).stored == (8, 8)
 
 
 # ---- evaluation
@@ -277,7 +278,7 @@ def test_nothing_but_broken_images(resident: bool) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_broken_images_in_evaluation_are_an_error(damaged: Path, workers: int) -> None:
     source = open_data(str(damaged), holdout=0.01).train
-    with pytest.raises(UserError, match=r"a/003.png cannot be read.*mend or remove it"):
+    with pytest.raises(UserError, match=r"a/003.png cannot be read.*fix or remove it"):
         list(EvalLoader(source, (8, 8), PLAIN, batch=8, workers=workers).batches())
 
 

@@ -115,7 +115,7 @@ def test_empty_folder(tmp_path: Path) -> None:
 
 def test_loose_images(tmp_path: Path) -> None:
     picture(0).save(tmp_path / "a.png")
-    with pytest.raises(UserError, match="lie in no class folder"):
+    with pytest.raises(UserError, match="are in no class folder"):
         open_data(str(tmp_path))
 
 

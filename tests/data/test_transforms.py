@@ -10,11 +10,11 @@ from torch import Tensor
 from torchvision import transforms as T
 
 from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, targets
-from vitlab.data.randaugment import OPERATIONS, operate, randaugment
+from vitlab.data.randaugment import OPERATIONS, apply_operations, randaugment
 from vitlab.data.rng import keys
 from vitlab.data.source import ArraySource
-from vitlab.data.transforms import Augment, boxes, eval_image, flips, normalize
-from vitlab.data.workers import AugmentedReader
+from vitlab.data.transforms import Augment, crop_boxes, draw_flips, eval_image, normalize
+from vitlab.data.workers import TrainReader
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess
 
@@ -58,7 +58,7 @@ def test_stretch_and_oblong_sizes() -> None:
 @pytest.mark.parametrize("ratio", [1.0, 1.5, 0.6])
 def test_inception_crops_follow_the_closed_form(ratio: float) -> None:
     """Aspect uniform in [3/4, 4/3]; height uniform up to what fits. Area's distribution by numerical integration."""
-    found = boxes(MANY, np.full(len(MANY), ratio), (32, 32), Augment(), PLAIN)
+    found = crop_boxes(MANY, np.full(len(MANY), ratio), (32, 32), Augment(), PLAIN)
     width, height = found[:, 2] - found[:, 0], found[:, 3] - found[:, 1]
     assert (found >= 0).all()
     assert (found <= 1).all()
@@ -81,7 +81,7 @@ def test_inception_crops_follow_the_closed_form(ratio: float) -> None:
 
 
 def test_crops_lie_anywhere() -> None:
-    found = boxes(MANY, np.ones(len(MANY)), (32, 32), Augment(), PLAIN)
+    found = crop_boxes(MANY, np.ones(len(MANY)), (32, 32), Augment(), PLAIN)
     free_x, free_y = 1 - (found[:, 2] - found[:, 0]), 1 - (found[:, 3] - found[:, 1])
     for start, free in ((found[:, 0], free_x), (found[:, 1], free_y)):
         roomy = free > 1e-6
@@ -89,14 +89,14 @@ def test_crops_lie_anywhere() -> None:
 
 
 def test_an_area_that_cannot_fit_takes_the_whole_picture() -> None:
-    found = boxes(MANY[:100], np.full(100, 30.0), (32, 32), Augment(area=(0.5, 1.0)), PLAIN)
+    found = crop_boxes(MANY[:100], np.full(100, 30.0), (32, 32), Augment(area=(0.5, 1.0)), PLAIN)
     assert (found == [0, 0, 1, 1]).all()
 
 
 def test_flip_rate() -> None:
-    share = flips(MANY, Augment()).mean()
+    share = draw_flips(MANY, Augment()).mean()
     assert abs(share - 0.5) < 5 * 0.5 / np.sqrt(len(MANY))
-    assert not flips(MANY, Augment(flip=False)).any()
+    assert not draw_flips(MANY, Augment(flip=False)).any()
 
 
 def train_image(
@@ -104,7 +104,7 @@ def train_image(
 ) -> Tensor:
     """What a worker makes of one picture, (3, h, w), normalized."""
     source = ArraySource("one", np.asarray(image)[None], np.zeros(1, np.int64), ("a", "b"))
-    chunk = AugmentedReader(source, size, preprocess, augment).train_chunk([(0, key)], augment)
+    chunk = TrainReader(source, size, preprocess, augment).read_chunk([(0, key)])
     return normalize(chunk.pixels, preprocess)[0]
 
 
@@ -113,11 +113,11 @@ def test_workers_cut_as_pillow_does() -> None:
     flipped = set()
     for key in keys(5, 0, np.arange(12)).tolist():
         each = np.array([key], np.uint64)
-        box = boxes(each, np.array([120 / 90]), size, Augment(), PLAIN)[0] * [120, 90, 120, 90]
+        box = crop_boxes(each, np.array([120 / 90]), size, Augment(), PLAIN)[0] * [120, 90, 120, 90]
         expected = image.resize((24, 32), Image.Resampling.BILINEAR, box=tuple(box))
-        if flips(each, Augment())[0]:
+        if draw_flips(each, Augment())[0]:
             expected = ImageOps.mirror(expected)
-        flipped.add(bool(flips(each, Augment())[0]))
+        flipped.add(bool(draw_flips(each, Augment())[0]))
         found = train_image(image, size, Augment(), PLAIN, key)
         assert found.shape == (3, 32, 24)
         assert (found - (T.ToTensor()(expected) * 2 - 1)).abs().mean() < 0.02  # shrinking in two steps is allowed
@@ -127,19 +127,25 @@ def test_workers_cut_as_pillow_does() -> None:
 @pytest.mark.parametrize("shape", [(60, 90), (90, 60)])
 def test_resize_crop_keeps_the_evaluations_scale(shape: tuple[int, int]) -> None:
     ratio = np.full(len(MANY), shape[1] / shape[0])
-    found = boxes(MANY, ratio, (32, 32), Augment(crop="resize"), PLAIN)
+    found = crop_boxes(MANY, ratio, (32, 32), Augment(crop="resize"), PLAIN)
     width, height = (found[:, 2] - found[:, 0]) * shape[1], (found[:, 3] - found[:, 1]) * shape[0]
     np.testing.assert_allclose(width, 0.875 * 60)
     np.testing.assert_allclose(height, 0.875 * 60)
     assert found[:, 0].std() > 0.01
-    center = boxes(MANY[:2], ratio[:2], (32, 32), Augment(crop="none"), PLAIN)
+    center = crop_boxes(MANY[:2], ratio[:2], (32, 32), Augment(crop="none"), PLAIN)
     np.testing.assert_allclose(center[:, :2], 1 - center[:, 2:])
     same = train_image(picture(1, *shape), (32, 32), Augment(crop="none", flip=False), PLAIN, 1)
     assert (same - eval_image(picture(1, *shape), (32, 32), PLAIN)).abs().mean() < 0.03
 
 
 def test_augment_refuses() -> None:
-    for settings in ({"area": (0.0, 1.0)}, {"mixup": 1.5}, {"layers": -1}, {"crop": "zoom"}, {"label_smoothing": 1.0}):
+    for settings in (
+        {"area": (0.0, 1.0)},
+        {"mixup": 1.5},
+        {"randaugment": (-1, 10.0)},
+        {"crop": "zoom"},
+        {"label_smoothing": 1.0},
+    ):
         with pytest.raises(UserError):
             Augment(**settings)  # type: ignore[arg-type]
 
@@ -150,7 +156,7 @@ def test_augment_refuses() -> None:
 def ours(name: str, image: Image.Image, level: float, sign: float = 1.0) -> np.ndarray:
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
     chosen = np.array([OPERATIONS.index(name)])
-    found = operate(pixels, chosen, level, np.array([sign]), np.array([[0.5, 0.5]]))
+    found = apply_operations(pixels, chosen, level, np.array([sign]), np.array([[0.5, 0.5]]))
     return found[0].permute(1, 2, 0).numpy().astype(int)
 
 

@@ -1,4 +1,4 @@
-"""Sets known by name: scikit-learn's digits, and those that torchvision downloads."""
+"""Data sets by name: scikit-learn's digits, and those that torchvision downloads."""
 
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,18 @@ def digits() -> ArraySource:
     except ImportError:
         raise UserError("the built-in digits come with scikit-learn: pip install vitlab[demo]") from None
     bunch = load_digits()
-    grey = np.round(bunch.images * (255 / 16)).astype(np.uint8)  # from 0..16
-    pixels = np.repeat(grey[..., None], 3, axis=3)
+    gray = np.round(bunch.images * (255 / 16)).astype(np.uint8)  # from 0..16
+    pixels = np.repeat(gray[..., None], 3, axis=3)
     return ArraySource("digits", pixels, bunch.target.astype(np.int64), tuple(map(str, bunch.target_names)))
 
 
 def splits(name: str) -> dict[str, ImageSource]:
-    """A torchvision set, downloaded once to the cache folder."""
+    """The splits of a torchvision data set, downloaded once to the cache folder."""
     import torchvision.datasets
 
     kind, parts = SETS[name]
     root = cache_folder() / name
-    found: dict[str, ImageSource] = {}
+    sources: dict[str, ImageSource] = {}
     for split, arguments in parts.items():
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -50,11 +50,11 @@ def splits(name: str) -> dict[str, ImageSource]:
                 f"{name} could not be downloaded to '{root}' ({error}); check the network, or put the files there "
                 "as torchvision does (VITLAB_DATA names another place)"
             ) from None
-        found[split] = _source(name, data)
-    return found
+        sources[split] = _convert(name, data)
+    return sources
 
 
-def _source(name: str, data: Any) -> ImageSource:
+def _convert(name: str, data: Any) -> ImageSource:
     classes = tuple(data.classes)
     if hasattr(data, "targets"):  # the CIFARs: one array
         return ArraySource(name, data.data, np.array(data.targets, np.int64), classes)

@@ -1,4 +1,7 @@
-"""From a file's bytes to an upright RGB picture, in this process and without any limit; see images.py for files."""
+"""From a file's bytes to an upright RGB image, and to the fixed frame of evaluation.
+
+Decodes in this process and without limits; images.py adds them. Imports no torch: small processes run this too.
+"""
 
 import functools
 import io
@@ -11,10 +14,11 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from vitlab.data.av1 import largest_frame
-from vitlab.models.config import Size
+from vitlab.models.config import Preprocess, Size
+from vitlab.text import brief
 
-ORIENTATION = 0x0112  # the EXIF tag; from 5 on the picture lies on its side
-TURNS = {
+ORIENTATION = 0x0112  # the EXIF tag; from 5 on, width and height are swapped
+TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -23,99 +27,139 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# Pillow's names of the kinds that are read. No other reader sees a file, whatever it is called: some start programs.
-READERS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "GIF", "TIFF", "JPEG2000", "PPM", "TGA")
-DEEP = 4  # greys of 16 and more bits pass through floats, which take so many times the memory
+# Pillow's names of the formats that are read. No other reader sees a file, whatever its name: some start programs.
+FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "GIF", "TIFF", "JPEG2000", "PPM", "TGA")
+DEEP_COST = 4  # grays of 16 bits or more are converted as floats, which take so many times the memory
+FILTERS = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+MAX_ASPECT = 50  # a longer image is cropped to this ratio first: resizing all of it could fill the memory
 
-warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")  # odd tags, which nobody reading can change
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")  # odd tags, which do not affect the pixels
 
-Shrink = Callable[[Size], float]  # how many times smaller a picture of this size (height, width) may come
-Fault = Literal["broken", "unknown", "large"]
+Shrink = Callable[[Size], float]  # how many times smaller an image of this size (height, width) may be decoded
+DecodeFault = Literal["broken", "unknown", "large"]
 
 
 class Undecodable(Exception):
-    """Bytes that give no picture: in which way, and why."""
+    """Bytes that cannot be decoded: the kind of fault, and the reason."""
 
-    def __init__(self, fault: Fault, why: str) -> None:
+    def __init__(self, fault: DecodeFault, why: str) -> None:
         super().__init__(why)
         self.fault, self.why = fault, why
 
 
 @functools.cache
 def readers() -> tuple[str, ...]:
-    """Those that this Pillow was built with."""
+    """The formats that this build of Pillow can read."""
     Image.init()
-    return tuple(name for name in READERS if name in Image.OPEN)
+    return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
-def unpack(
+def decode_bytes(
     data: bytes | bytearray,
     shrink: Shrink | None = None,
     formats: tuple[str, ...] | None = None,
     most_pixels: int | None = None,
 ) -> Image.Image:
-    """The picture, turned as its EXIF says, in RGB; where `shrink` allows, a JPEG is decoded at a fraction of its size.
+    """The RGB image in the bytes of a file, rotated as its EXIF states; raises Undecodable and MemoryError.
 
-    Transparent pixels show white behind them; of an animation the first frame is taken.
+    Where `shrink` allows, a JPEG is decoded at a fraction of its size. Transparent pixels are laid over white; of an
+    animation the first frame is used. An image of more than `most_pixels` is refused.
     """
     try:
         image: Image.Image = Image.open(io.BytesIO(data), formats=formats or readers())
-        check_pixels(image, data, most_pixels)
+        check_pixel_count(image, data, most_pixels)
         if shrink is not None and image.format == "JPEG":
             _draft(image, shrink)
-        image.load()  # a TIFF is turned by its reader, which then forgets the tag
+        image.load()  # a TIFF is rotated by its reader, which then removes the tag
         turn = orientation(image)
-        return to_rgb(image if turn == 1 else image.transpose(TURNS[turn]))
+        return to_rgb(image if turn == 1 else image.transpose(TRANSPOSE[turn]))
     except (Undecodable, MemoryError):
         raise
     except UnidentifiedImageError:
         raise Undecodable("unknown", "it is not an image of a known kind") from None
     except Exception as error:  # decoders raise nearly anything on broken bytes
-        raise Undecodable("broken", str(error)[:200] or type(error).__name__) from None
+        raise Undecodable("broken", brief(error)) from None
 
 
-def check_pixels(image: Image.Image, data: bytes | bytearray, most: int | None) -> None:
+def check_pixel_count(image: Image.Image, data: bytes | bytearray, most: int | None) -> None:
+    """Raise Undecodable for an image, or a frame inside it, of more than `most` pixels."""
     deep = image.mode.startswith(("I", "F"))
     width, height = max(image.size, largest_frame(data) if image.format == "AVIF" else (0, 0), key=math.prod)
-    if most is not None and width * height * (DEEP if deep else 1) > most:
+    if most is not None and width * height * (DEEP_COST if deep else 1) > most:
         fourfold = " that count fourfold, being of 16 bits or more" if deep else ""
         raise Undecodable("large", f"{width} x {height} pixels{fourfold}")
 
 
 def orientation(image: Image.Image) -> int:
-    """How the camera was held, 1 to 8; EXIF that cannot be read says nothing."""
+    """The EXIF orientation, 1 to 8; 1 where it cannot be read."""
     try:
         value = image.getexif().get(ORIENTATION, 1)
-    except Exception:  # its reader, too, raises nearly anything, and the picture may be good all the same
+    except Exception:  # its reader, too, raises nearly anything, and the image may be good all the same
         return 1
-    return value if value in TURNS else 1
+    return value if value in TRANSPOSE else 1
 
 
 def _draft(image: Image.Image, shrink: Shrink) -> None:
     width, height = image.size
     factor = shrink((width, height) if orientation(image) >= 5 else (height, width))
-    if factor >= 2:  # the decoder knows halves, quarters and eighths, and never goes below what is asked for
+    if factor >= 2:  # the decoder offers halves, quarters and eighths, and never goes below the requested size
         image.draft(None, (max(1, int(width / factor)), max(1, int(height / factor))))
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
+    """The image in RGB, transparent pixels over white."""
     if image.mode == "RGB" and "transparency" not in image.info:
         image.load()
         return image
     if image.mode.startswith(("I", "F")):
-        image = eight_bits(image)
+        image = to_eight_bits(image)
     if image.has_transparency_data:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     return image.convert("RGB")
 
 
-def eight_bits(image: Image.Image) -> Image.Image:
-    """Greys of 16 bits, of 32-bit integers and of floats as 8 bits."""
-    grey = np.asarray(image).astype(np.float64)
-    peak = grey.max(initial=0.0)
+def to_eight_bits(image: Image.Image) -> Image.Image:
+    """Grays of 16 bits, of 32-bit integers and of floats as 8 bits."""
+    gray = np.asarray(image).astype(np.float64)
+    peak = gray.max(initial=0.0)
     if image.mode.startswith("I;16") or peak > 255:
         top = 65535.0
     else:
         top = 1.0 if image.mode == "F" and peak <= 1 else 255.0
-    return Image.fromarray((grey.clip(0, top) * (255 / top)).round().astype(np.uint8))
+    return Image.fromarray((gray.clip(0, top) * (255 / top)).round().astype(np.uint8))
+
+
+# ---- framing
+
+
+def frame_image(image: Image.Image, size: Size, preprocess: Preprocess) -> Image.Image:
+    """Resize to cover `size / crop` and crop the center, or stretch to `size`; of a very long image only the middle."""
+    height, width = size
+    kind = FILTERS[preprocess.interpolation]
+    if preprocess.fit == "stretch":
+        return image.resize((width, height), kind)
+    image = limit_aspect(image)
+    least_h, least_w = int(height / preprocess.crop), int(width / preprocess.crop)
+    if image.width * least_h <= image.height * least_w:  # the width needs the larger scale
+        scaled = least_w, max(least_h, int(least_w * image.height / image.width))
+    else:
+        scaled = max(least_w, int(least_h * image.width / image.height)), least_h
+    left, top = round((scaled[0] - width) / 2), round((scaled[1] - height) / 2)
+    return image.resize(scaled, kind).crop((left, top, left + width, top + height))
+
+
+def limit_aspect(image: Image.Image) -> Image.Image:
+    """The middle of an image that is more than MAX_ASPECT times longer than wide, or wider than long."""
+    width, height = image.size
+    longest = MAX_ASPECT * min(width, height)
+    if max(width, height) <= longest:
+        return image
+    across, down = min(width, longest), min(height, longest)
+    left, top = (width - across) // 2, (height - down) // 2
+    return image.crop((left, top, left + across, top + down))

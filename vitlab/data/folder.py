@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vitlab.data.images import EXTENSIONS, Shrink, decode
+from vitlab.data.decoder import Shrink
+from vitlab.data.images import EXTENSIONS, decode
 from vitlab.data.rng import Ints
-from vitlab.data.storage import WORDS
+from vitlab.data.split_names import SPLIT_NAMES
 from vitlab.errors import UserError
 from vitlab.text import valid_text
 
@@ -19,7 +20,7 @@ log = logging.getLogger("vitlab")
 
 
 class FileSource:
-    """Image files by path; paths are kept as one array of bytes, which workers share without copying."""
+    """Image files by path; the paths are one array of bytes, which workers share without copying."""
 
     groups = None
 
@@ -41,10 +42,10 @@ class FileSource:
 
 
 def splits(root: Path) -> dict[str, FileSource]:
-    """The splits of a folder: train and test (or validation) folders where it has them, else one."""
+    """The splits of a folder: its train and test (or validation) folders, or the folder itself as train."""
     if not root.is_dir():
         raise UserError(f"there is no folder '{root}'")
-    named = {WORDS[e.name.lower()]: Path(e) for e in subfolders(root) if e.name.lower() in WORDS}
+    named = {SPLIT_NAMES[e.name.lower()]: Path(e) for e in subfolders(root) if e.name.lower() in SPLIT_NAMES}
     if "train" not in named:
         named = {"train": root}
     found = {split: scan(path) for split, path in named.items()}
@@ -52,7 +53,7 @@ def splits(root: Path) -> dict[str, FileSource]:
         log.warning("'%s' has no class folders with images and is not used", named[split])
         del found[split]
     if not found["train"]:
-        raise UserError(_nothing(named["train"]))
+        raise UserError(_no_images(named["train"]))
     classes = tuple(sorted({label for images in found.values() for label, _ in images}))
     number = {label: i for i, label in enumerate(classes)}
     return {
@@ -62,7 +63,7 @@ def splits(root: Path) -> dict[str, FileSource]:
 
 
 def scan(root: Path) -> list[tuple[str, str]]:
-    """(class, path) of every image, sorted; hidden files and what is no image by its name are passed over."""
+    """(class, path) of every image, sorted; hidden files and those without an image's extension are skipped."""
     images = []
     for entry in subfolders(root):
         label = valid_text(entry.name)
@@ -74,13 +75,14 @@ def scan(root: Path) -> list[tuple[str, str]]:
 
 
 def subfolders(root: Path) -> list[os.DirEntry[str]]:
+    """The folders in a folder that are not hidden, by name."""
     with os.scandir(root) as entries:
         folders = [e for e in entries if e.is_dir() and not e.name.startswith((".", "__"))]
     return sorted(folders, key=lambda e: e.name)
 
 
 def walk(folder: Path) -> Iterator[str]:
-    """Image files at any depth; links are followed, each folder once. Pipes and devices may have such names too."""
+    """Image files at any depth; links are followed, each folder once. Pipes and devices are skipped with a warning."""
     seen = set()
     for path, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(path)
@@ -94,21 +96,20 @@ def walk(folder: Path) -> Iterator[str]:
                 continue
             found = os.path.join(path, name)
             if is_special(found):
-                log.warning("'%s' is no regular file and is passed over", found)
+                log.warning("'%s' is not a regular file and is skipped", found)
             else:
                 yield found
 
 
 def is_special(path: str) -> bool:
-    """A pipe, a socket or a device: opening it may wait for ever. What is missing is not: a link that leads nowhere."""
+    """Whether a path is a pipe, a socket or a device, where opening may wait forever; a broken link is none."""
     try:
         return not stat.S_ISREG(os.stat(path).st_mode)
     except OSError:
         return False
 
 
-def _nothing(root: Path) -> str:
-    loose = any(Path(name).suffix.lower() in EXTENSIONS for name in os.listdir(root))
-    if loose:
-        return f"the images in '{root}' lie in no class folder; make one folder per class there and sort them in"
+def _no_images(root: Path) -> str:
+    if any(Path(name).suffix.lower() in EXTENSIONS for name in os.listdir(root)):
+        return f"the images in '{root}' are in no class folder; make one folder per class there and move them into it"
     return f"'{root}' holds no images; it should hold one folder per class, each with images such as .jpg or .png"

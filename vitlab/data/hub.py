@@ -1,14 +1,16 @@
-"""Data sets on the Hugging Face hub, as parquet: OWNER/NAME, OWNER/NAME:CONFIG where it has several configs, and
-OWNER/NAME@REVISION or OWNER/NAME:CONFIG@REVISION for a branch, a tag or a commit."""
+"""Data sets on the Hugging Face hub, as parquet files.
+
+OWNER/NAME, OWNER/NAME:CONFIG where there are several configs, and OWNER/NAME@REVISION or OWNER/NAME:CONFIG@REVISION
+for a branch, a tag or a commit.
+"""
 
 import re
 from pathlib import Path
 
-from vitlab.data.parquet import ParquetSource
-from vitlab.data.parquet import splits as parquet_splits
-from vitlab.data.storage import split_of
+from vitlab.data import parquet
+from vitlab.data.split_names import split_of
 from vitlab.errors import UserError
-from vitlab.text import listed
+from vitlab.text import brief, listed
 
 CONVERTED = "refs/convert/parquet"  # the branch on which the hub keeps its own parquet copy of any set
 
@@ -17,8 +19,8 @@ def is_id(spec: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@\w[\w./-]*)?", spec) is not None
 
 
-def splits(spec: str) -> dict[str, ParquetSource]:
-    """Downloaded once to the hub's own cache; offline (HF_HUB_OFFLINE=1, or no network) the cache is used."""
+def splits(spec: str) -> dict[str, parquet.ParquetSource]:
+    """The splits of a data set, downloaded once to the hub's own cache, which is enough when offline."""
     name, _, revision = spec.partition("@")
     repo, _, config = name.partition(":")
     root = download(repo, revision or None)
@@ -28,31 +30,31 @@ def splits(spec: str) -> dict[str, ParquetSource]:
         files = sorted(root.rglob("*.parquet"))
     if not files:
         raise UserError(f"the hub's data set '{repo}' has no parquet files; download it and name its folder")
-    return parquet_splits(one_config(repo, config, files, root), root)
+    return parquet.splits(one_config(repo, config, files, root), root)
 
 
 def download(repo: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise UserError(f"'{repo}' is no folder here; for the hub: pip install vitlab[hub]") from None
+        raise UserError(f"'{repo}' is not a folder here; for the hub: pip install vitlab[hub]") from None
     try:
         return Path(snapshot_download(repo, repo_type="dataset", revision=revision, allow_patterns="*.parquet"))
     except Exception as error:  # the hub's client raises its own errors, httpx's and the operating system's
-        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"there is no folder '{repo}' here, and no data set of that name could be had from the hub: {why}"
+            f"there is no folder '{repo}' here, and the hub's data set could not be downloaded: {brief(error)}"
         ) from None
 
 
 def commit_of(source: object) -> str:
-    """The commit of a set in the hub's cache, datasets--OWNER--NAME/snapshots/COMMIT/...; "" of any other."""
-    found = re.search(r"/snapshots/([0-9a-f]{40})/", source.files[0]) if isinstance(source, ParquetSource) else None
-    return found[1] if found else ""
+    """The commit of a data set in the hub's cache, datasets--OWNER--NAME/snapshots/COMMIT/...; "" of any other."""
+    path = source.files[0] if isinstance(source, parquet.ParquetSource) else ""
+    match = re.search(r"/snapshots/([0-9a-f]{40})/", path)
+    return match[1] if match else ""
 
 
 def one_config(repo: str, config: str, files: list[Path], root: Path) -> list[Path]:
-    """The files of one config; configs are the folders that are named neither for a split nor "data"."""
+    """The files of one config; configs are the folders whose names are neither a split nor "data"."""
     folders: dict[str, list[Path]] = {}
     for file in files:
         parts = file.relative_to(root).parts[:-1]

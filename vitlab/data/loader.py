@@ -1,8 +1,9 @@
 """Batches for training and evaluation, from files by workers or from a set held in the device's memory.
 
 The samples of training are one endless stream: epoch after epoch, each in its own seeded order. Global batch number
-`step` is places step * batch … of that stream, so it is a function of (seed, step) alone; a rank takes its contiguous
-slice. Every draw hangs on (seed, epoch, index). Nothing here has a state to save: to resume is to start at a step.
+`step` holds the samples from step * batch on, so it is a function of (seed, step) alone; each rank uses a contiguous
+slice of it. Every random draw is a function of (seed, epoch, index). Nothing here has state to save: to resume is to
+start at a step.
 """
 
 import itertools
@@ -16,11 +17,11 @@ import torch
 from torch import Tensor
 
 from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, targets
-from vitlab.data.resident import AT_ONCE, Resident, worth_holding
+from vitlab.data.resident import BYTES_AT_ONCE, ResidentSet, fits_on_device
 from vitlab.data.rng import ORDER, SHARDS, Ints, Keys, keys, permutation
 from vitlab.data.source import ImageSource
 from vitlab.data.transforms import Augment, normalize
-from vitlab.data.workers import CHUNK, AugmentedReader, Broken, Chunk, Order, read_chunks
+from vitlab.data.workers import AHEAD, Broken, Chunk, EvalReader, Order, TrainReader, chunk_size, read_batches
 from vitlab.device import send
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
@@ -33,7 +34,7 @@ BROKEN_LIMIT = 0.1  # share of a set that may be broken before training stops
 
 @dataclass(frozen=True)
 class Batch:
-    """b images with labels; `targets` are smoothed and mixed, `index` is the place of each image in its source."""
+    """b images with labels; `targets` are smoothed and mixed, `index` holds each image's index in its source."""
 
     images: Tensor  # (b, 3, h, w), normalized
     labels: Tensor  # (b,) int64
@@ -42,20 +43,25 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The images of a rank's slice of some batches, then those of other ranks that they are mixed with."""
+class BatchPlan:
+    """What some batches are made of: the b images of this rank, then those of other ranks they are mixed with."""
 
     index: Ints  # (m,)
     key: Keys  # (m,)
-    partner: Ints  # (b,) places in `index`, b <= m
+    partner: Ints  # (b,) positions in `index`, b <= m
     mix: Mix | None
+
+    @property
+    def samples(self) -> Order:
+        return list(zip(self.index.tolist(), self.key.tolist(), strict=True))
 
 
 class TrainLoader:
-    """Endless augmented batches; batch number `step` is the same whatever the workers, ranks and restarts.
+    """Endless augmented batches; batch number `step` is the same for any number of workers, ranks and restarts.
 
-    `resident` holds the whole set in the device's memory and augments it there; None does so where it fits. Choose
-    the same on resuming: the two ways cut the same crops but round differently.
+    With `resident` the complete set is held in the device's memory and augmented there; None: where it fits. Choose
+    the same on resuming: both ways make the same crops, but they round differently. Raises UserError where more than
+    the fraction `broken_limit` of the images cannot be read.
     """
 
     def __init__(
@@ -81,15 +87,15 @@ class TrainLoader:
         self.source, self.size, self.augment, self.preprocess = source, image_size, augment, preprocess
         self.batch, self.seed, self.workers, self.device = batch, seed, workers, torch.device(device)
         self.rank, self.world, self.broken_limit = rank, world, broken_limit
-        self.broken: dict[int, str] = {}  # those met so far
+        self.broken: dict[int, str] = {}  # names of those met so far, by index
         self.labels = torch.from_numpy(source.labels)
         self._orders: dict[int, Ints] = {}
-        hold = worth_holding(source, image_size, self.device) if resident is None else resident
-        self.held = Resident(source, image_size, preprocess, workers, self.device) if hold else None
-        # to an accelerator many images cost the host no more than few
-        self.most = 1 if self.device.type == "cpu" else AT_ONCE // (12 * image_size[0] * image_size[1])
+        hold = fits_on_device(source, image_size, self.device) if resident is None else resident
+        self.held = ResidentSet(source, image_size, preprocess, workers, self.device) if hold else None
+        # on an accelerator many images cost the host no more than a few
+        self.images_at_once = 1 if self.device.type == "cpu" else BYTES_AT_ONCE // (12 * image_size[0] * image_size[1])
         if self.held:
-            self._note_broken(self.held.broken)
+            self._record_broken(self.held.broken)
 
     @property
     def resident(self) -> bool:
@@ -104,26 +110,26 @@ class TrainLoader:
         if self.held:
             yield from self._from_memory(self.held, step)
         each = self.batch // self.world
-        chunk = min(CHUNK, math.ceil(each / max(1, self.workers)))
-        ahead = max(2, math.ceil(2 * each / (chunk * max(1, self.workers))))  # two batches, over all workers
-        orders = (part for number in itertools.count(step) for part in split(self.plan(number), chunk))
-        cutter = AugmentedReader(self.source, self.size, self.preprocess, self.augment)
-        chunks = read_chunks(cutter, orders, self.workers, ahead, self.device.type == "cuda")
-        for number in itertools.count(step):
-            plan = self.plan(number)
-            yield self._finish(plan, *self._gather(chunks, math.ceil(len(plan.index) / chunk)))
+        size = chunk_size(each, self.workers)
+        ahead = max(2, math.ceil(2 * each / (size * max(1, self.workers))))  # two batches, over all workers
+        plans, read = itertools.tee(map(self.plan, itertools.count(step)))
+        reader = TrainReader(self.source, self.size, self.preprocess, self.augment)
+        batches = (plan.samples for plan in read)
+        pin = self.device.type == "cuda"
+        for plan, chunks in zip(plans, read_batches(reader, batches, size, self.workers, ahead, pin), strict=False):
+            yield self._finish(plan, *self._gather(chunks))
 
-    def _from_memory(self, held: Resident, step: int) -> Iterator[Batch]:
-        """Several batches at a time, as many as come to `most` images."""
+    def _from_memory(self, held: ResidentSet, step: int) -> Iterator[Batch]:
+        """Several batches at a time, as many as have `images_at_once` images."""
         each = self.batch // self.world
-        ahead = max(1, self.most // each)
+        ahead = max(1, self.images_at_once // each)
         for first in itertools.count(step, ahead):
             plan = self.plan(first, ahead)
-            many = self._finish(plan, *held.cut(plan.index, plan.key, self.augment))
+            many = self._finish(plan, *held.augmented(plan.index, plan.key, self.augment))
             for part in (slice(start, start + each) for start in range(0, ahead * each, each)):
                 yield Batch(many.images[part], many.labels[part], many.targets[part], many.index[part])
 
-    def plan(self, step: int, count: int = 1) -> Plan:
+    def plan(self, step: int, count: int = 1) -> BatchPlan:
         """What the `count` batches from number `step` on are made of."""
         place = step * self.batch + np.arange(count * self.batch)
         epoch = place // len(self.source)
@@ -134,22 +140,22 @@ class TrainLoader:
         mine = (start + np.arange(low, high)).ravel()
         mix = draw_mix(key[(start + (np.arange(low, high) & ~1)).ravel()], self.augment)
         if mix is None:
-            return Plan(index[mine], key[mine], np.arange(len(mine)), None)
+            return BatchPlan(index[mine], key[mine], np.arange(len(mine)), None)
         other = (start + partners(self.batch)[low:high]).ravel()
         places = np.concatenate([mine, np.setdiff1d(other, mine)])
         found = np.zeros(len(index), np.int64)
         found[places] = np.arange(len(places))
-        return Plan(index[places], key[places], found[other], mix)
+        return BatchPlan(index[places], key[places], found[other], mix)
 
     def order(self, epoch: int) -> Ints:
-        """The order of an epoch; where images lie in shards, a few shards are read and shuffled at a time."""
+        """The indices in the order of an epoch; where there are shards, a few are read and shuffled at a time."""
         if epoch not in self._orders:
             while len(self._orders) > 2:
                 del self._orders[next(iter(self._orders))]
-            self._orders[epoch] = self._ordered(epoch)
+            self._orders[epoch] = self._shuffle(epoch)
         return self._orders[epoch]
 
-    def _ordered(self, epoch: int) -> Ints:
+    def _shuffle(self, epoch: int) -> Ints:
         groups = self.source.groups
         if groups is None:
             return permutation(len(self.source), self.seed, epoch)
@@ -157,13 +163,12 @@ class TrainLoader:
         window = keys(self.seed, epoch, SHARDS, names).argsort().argsort() // WINDOW
         return np.lexsort((keys(self.seed, epoch, ORDER, np.arange(len(groups))), window[group]))
 
-    def _gather(self, chunks: Iterator[Chunk], count: int) -> tuple[Tensor, Tensor]:
-        taken = list(itertools.islice(chunks, count))
-        self._note_broken([bad for chunk in taken for bad in chunk.broken])
-        pixels = torch.cat([chunk.pixels.to(self.device, non_blocking=True) for chunk in taken])
-        return pixels, torch.cat([chunk.index for chunk in taken])
+    def _gather(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
+        self._record_broken([broken for chunk in chunks for broken in chunk.broken])
+        pixels = torch.cat([chunk.pixels.to(self.device, non_blocking=True) for chunk in chunks])
+        return pixels, torch.cat([chunk.index for chunk in chunks])
 
-    def _finish(self, plan: Plan, pixels: Tensor, index: Tensor) -> Batch:
+    def _finish(self, plan: BatchPlan, pixels: Tensor, index: Tensor) -> Batch:
         labels = self.labels[index].to(self.device, non_blocking=True)
         goal = targets(labels, len(self.source.classes), self.augment.label_smoothing)
         images, b = normalize(pixels, self.preprocess), len(plan.partner)
@@ -173,7 +178,7 @@ class TrainLoader:
             goal = torch.lerp(goal[partner], goal[:b], own[:, None])
         return Batch(images, labels[:b], goal, index[:b].to(self.device, non_blocking=True))
 
-    def _note_broken(self, broken: list[Broken]) -> None:
+    def _record_broken(self, broken: list[Broken]) -> None:
         for index, name, why in broken:
             if index not in self.broken:
                 self.broken[index] = name
@@ -181,14 +186,8 @@ class TrainLoader:
         if len(self.broken) > self.broken_limit * len(self.source):
             raise UserError(
                 f"{len(self.broken)} of {len(self.source)} training images cannot be read, such as {name}; "
-                f"mend or remove them, or raise broken_limit ({self.broken_limit:g})"
+                f"fix or remove them, or raise broken_limit ({self.broken_limit:g})"
             )
-
-
-def split(plan: Plan, chunk: int) -> Iterator[Order]:
-    pairs = list(zip(plan.index.tolist(), plan.key.tolist(), strict=True))
-    for start in range(0, len(pairs), chunk):
-        yield pairs[start : start + chunk]
 
 
 # ---- evaluation
@@ -218,19 +217,19 @@ class EvalLoader:
         self.batch, self.workers, self.device = batch, workers, torch.device(device)
         self.low, self.high = (len(source) * r // world for r in (rank, rank + 1))
         self.labels = torch.from_numpy(source.labels)
-        self.keep = worth_holding(source, image_size, self.device) if resident is None else resident
+        self.keep = fits_on_device(source, image_size, self.device) if resident is None else resident
         self.kept: list[Tensor] = []
 
     def __len__(self) -> int:
         return math.ceil((self.high - self.low) / self.batch)
 
     def shrink(self, most: int) -> None:
-        """Batches of at most so many images from now on."""
+        """Make batches of at most `most` images from now on."""
         if most < self.batch:
             self.batch, self.kept = most, []
 
     def batches(self) -> Iterator[Batch]:
-        """One pass; a broken image is an error."""
+        """One pass over the images; raises UserError where one cannot be read."""
         done = len(self.kept) == len(self)
         kept: list[Tensor] = []
         for start, pixels in zip(self._starts(), self.kept if done else self._read(), strict=True):
@@ -246,11 +245,10 @@ class EvalLoader:
         return range(self.low, self.high, self.batch)
 
     def _read(self) -> Iterator[Tensor]:
-        size = min(CHUNK, math.ceil(self.batch / max(1, self.workers)))
-        parts = [range(s, min(s + self.batch, self.high)) for s in self._starts()]
-        orders = ([(i, 0) for i in part[at : at + size]] for part in parts for at in range(0, len(part), size))
-        cutter = AugmentedReader(self.source, self.size, self.preprocess, None)
-        chunks = read_chunks(cutter, orders, self.workers, 4, self.device.type == "cuda")
-        for part in parts:
-            taken = itertools.islice(chunks, math.ceil(len(part) / size))
-            yield torch.cat([chunk.pixels.to(self.device, non_blocking=True) for chunk in taken])
+        batches = ([(i, 0) for i in range(s, min(s + self.batch, self.high))] for s in self._starts())
+        reader = EvalReader(self.source, self.size, self.preprocess)
+        size, pin = chunk_size(self.batch, self.workers), self.device.type == "cuda"
+        for chunks in read_batches(reader, batches, size, self.workers, AHEAD, pin):
+            for _, name, why in itertools.chain.from_iterable(chunk.broken for chunk in chunks):
+                raise UserError(f"{name} cannot be read ({why}); evaluation needs every image, so fix or remove it")
+            yield torch.cat([chunk.pixels.to(self.device, non_blocking=True) for chunk in chunks])

@@ -1,7 +1,7 @@
 """Mixup and CutMix: each image of a batch is blended with its neighbor in the order of the epoch.
 
-Partners are the two places 2k and 2k + 1 of the global batch. The order is random, so the pairs are; and they do not
-depend on how many ranks share the batch, while hardly ever asking a rank for an image that is not its own.
+Partners are the positions 2k and 2k + 1 of the global batch. The order is random, so the pairs are too; and they do not
+depend on how many ranks share the batch, while a rank hardly ever needs an image that is not its own.
 
 Shapes: b images, K classes, h and w the input's height and width.
 """
@@ -20,20 +20,20 @@ from vitlab.device import send
 
 @dataclass(frozen=True)
 class Mix:
-    """Of each image: the weight of its own pixels under Mixup, and the box that CutMix takes from its partner."""
+    """For each image: the weight of its own pixels in Mixup, and the box that CutMix copies from its partner."""
 
     own: Floats  # (b,) 1 where CutMix was drawn
-    box: Floats  # (b, 4) left, top, right, bottom in shares of the sides; empty where Mixup was drawn
+    box: Floats  # (b, 4) left, top, right, bottom in fractions of the sides; empty where Mixup was drawn
 
 
 def partners(batch: int) -> Ints:
-    """The place that each place of a batch is mixed with; the last of an odd batch takes the one before it."""
-    places = np.arange(batch)
-    return np.where((places ^ 1) < batch, places ^ 1, np.maximum(places - 1, 0))
+    """The position that each position of a batch is mixed with, (batch,); the last of an odd batch: the one before."""
+    position = np.arange(batch)
+    return np.where((position ^ 1) < batch, position ^ 1, np.maximum(position - 1, 0))
 
 
 def draw_mix(key: Keys, augment: Augment) -> Mix | None:
-    """The draws of each image, from the key of the first of its pair; None where nothing is mixed."""
+    """How each image is mixed, from the key (b,) of the first of its pair; None where nothing is mixed."""
     if not augment.mixup and not augment.cutmix:
         return None
     n = len(key)
@@ -43,7 +43,7 @@ def draw_mix(key: Keys, augment: Augment) -> Mix | None:
     own, box = np.ones(n), np.zeros((n, 4))
     if augment.mixup:
         share = beta(key, MIXUP, augment.mixup)
-        own = np.where(cut, 1.0, np.maximum(share, 1 - share))  # an image stays mostly itself
+        own = np.where(cut, 1.0, np.maximum(share, 1 - share))  # an image keeps the larger weight
     if augment.cutmix:
         half = np.sqrt(1 - beta(key, CUTMIX + 100, augment.cutmix))[:, None] / 2
         center = uniforms(key, CUTMIX, 3)[:, :2]
@@ -52,7 +52,7 @@ def draw_mix(key: Keys, augment: Augment) -> Mix | None:
 
 
 def mix_images(images: Tensor, mix: Mix, partner: Tensor) -> tuple[Tensor, Tensor]:
-    """Mixed images, and for each the share that is its own, (b,); `partner` (b,) are places in `images`."""
+    """Mixed images (b, 3, h, w), and the fraction of each that is its own, (b,); `partner` (b,) indexes `images`."""
     h, w = images.shape[2:]
     own, edges = send(mix.own, images.device), send(np.round(mix.box * [w, h, w, h]), images.device)
     x, y = torch.arange(w, device=images.device), torch.arange(h, device=images.device)

@@ -97,7 +97,7 @@ def assign_splits(title: str, splits: Mapping[str, ImageSource], holdout: float)
 
 
 def held_out(count: int, share: float) -> int:
-    """How many of a class are held out: at least one and not all; a class of one stays in training."""
+    """How many images of a class are held out: at least one and not all; a single image stays in training."""
     return min(max(1, round(count * share)), count - 1)
 
 

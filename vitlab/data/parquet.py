@@ -1,11 +1,10 @@
 """Parquet files as the Hugging Face hub lays them out: columns of images and labels, class names in the schema.
 
 Parquet cannot be read row by row, and training asks for rows in any order. So each file is copied once, to a flat file
-in the cache folder; `vitlab/data/flat.py` does that in a process of its own, since the files may be a stranger's.
+in the cache folder; `parquet_reader.py` does that in a process of its own, since the files may be untrusted.
 """
 
 import bisect
-import hashlib
 import io
 import json
 import logging
@@ -22,25 +21,27 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitlab.data.images import BrokenImage, Shrink, decode
-from vitlab.data.pieces import Pieces
+from vitlab.data.decoder import Shrink
+from vitlab.data.images import BrokenImage, decode
+from vitlab.data.labels import number_names
+from vitlab.data.packed_files import PackedFiles, file_state, open_unbuffered
 from vitlab.data.rng import Ints
-from vitlab.data.storage import by_split, numbered
+from vitlab.data.split_names import group_by_split
 from vitlab.errors import UserError
 from vitlab.files import cache_folder, file_lock
 
-PATIENCE, SLOWEST = 20, 2 << 20  # seconds for any copy, and for each so many bytes one more
+MIN_SECONDS, BYTES_PER_SECOND = 20, 2 << 20  # the time limit of a copy: so many, and one for each so many bytes
 log = logging.getLogger("vitlab")
 
 
 @dataclass(frozen=True)
-class Copy:
-    """The flat copy of one file, and its index."""
+class FlatCopy:
+    """The flat copy of one parquet file, and its index."""
 
     path: str
     index: dict[str, NDArray[Any]]
-    names: tuple[str, ...]  # of classes, by the schema
-    words: tuple[str, ...]  # that the numbers of the label column stand for; none: they are the labels
+    names: tuple[str, ...]  # of the classes, from the schema
+    words: tuple[str, ...]  # of a label column that holds text, in the order of its numbers; else empty
 
     def __len__(self) -> int:
         return len(self.index["label"])
@@ -51,11 +52,11 @@ class ParquetSource:
 
     groups = None
 
-    def __init__(self, files: list[str], copies: list[Copy], labels: Ints, classes: tuple[str, ...]) -> None:
+    def __init__(self, files: list[str], copies: list[FlatCopy], labels: Ints, classes: tuple[str, ...]) -> None:
         self.files, self.labels, self.classes = files, labels, classes
-        self.pieces = Pieces([copy.path for copy in copies], open_copy)
+        self.packed = PackedFiles([copy.path for copy in copies], open_copy)
         self.starts: list[int] = np.cumsum([0] + [len(copy) for copy in copies]).tolist()
-        self.offset, self.length, self.named = (
+        self.offset, self.length, self.name_length = (
             np.concatenate([copy.index[key] for copy in copies]) for key in ("offset", "length", "name")
         )
 
@@ -66,8 +67,8 @@ class ParquetSource:
         return bisect.bisect_right(self.starts, index) - 1
 
     def name(self, index: int) -> str:
-        size = int(self.named[index])
-        path = self.pieces.read(self._file(index), int(self.offset[index]) - size, size).decode("utf-8", "replace")
+        size = int(self.name_length[index])
+        path = self.packed.read(self._file(index), int(self.offset[index]) - size, size).decode("utf-8", "replace")
         where = self.files[0] if len(self.files) == 1 else str(Path(self.files[0]).parent)
         return f"{where} row {index}" + (f" ({path})" if path else "")
 
@@ -76,21 +77,20 @@ class ParquetSource:
         try:
             if length < 0:
                 raise BrokenImage("", "the row holds no bytes")
-            data = self.pieces.picture(self._file(index), int(self.offset[index]), length, "")
-            return decode(data, "", shrink)
-        except BrokenImage as broken:
-            raise BrokenImage(self.name(index), broken.why) from None
+            return decode(self.packed.image_bytes(self._file(index), int(self.offset[index]), length, ""), "", shrink)
+        except BrokenImage as error:
+            raise BrokenImage(self.name(index), error.why) from None
 
 
 def splits(files: Iterable[Path], root: Path) -> dict[str, ParquetSource]:
-    """The splits that the files' names tell apart."""
+    """The splits of parquet files, by their names below `root`."""
     files = list(files)
     for file in files:
         if not file.is_file():
-            raise UserError(f"'{file}' is no file" if file.exists() else f"there is no file '{file}'")
-    grouped = by_split(map(str, files), str(root))
-    copies = {split: [flat(name) for name in names] for split, names in grouped.items()}
-    classes = agreed([copy for each in copies.values() for copy in each], root)
+            raise UserError(f"'{file}' is not a file" if file.exists() else f"there is no file '{file}'")
+    grouped = group_by_split(map(str, files), str(root))
+    copies = {split: [flat_copy(path) for path in paths] for split, paths in grouped.items()}
+    classes = class_names([copy for each in copies.values() for copy in each], root)
     number = {name: i for i, name in enumerate(classes)}
     return {
         split: ParquetSource(grouped[split], each, np.concatenate([labels_of(copy, number) for copy in each]), classes)
@@ -98,8 +98,8 @@ def splits(files: Iterable[Path], root: Path) -> dict[str, ParquetSource]:
     }
 
 
-def agreed(copies: list[Copy], root: Path) -> tuple[str, ...]:
-    """The class names of all files: the schema's, else the words of the label column, else numbers."""
+def class_names(copies: list[FlatCopy], root: Path) -> tuple[str, ...]:
+    """The class names of all files: from the schema, else the text of the label column, else numbers."""
     given = [copy.names for copy in copies if copy.names]
     if any(names != given[0] for names in given):
         raise UserError(f"the splits in '{root}' name different classes; make their schemas agree")
@@ -109,30 +109,31 @@ def agreed(copies: list[Copy], root: Path) -> tuple[str, ...]:
     if words:
         return tuple(sorted(words))
     top = max((int(copy.index["label"].max(initial=-1)) for copy in copies), default=-1)
-    return numbered(top, sum(map(len, copies)), str(root))
+    return number_names(top, sum(map(len, copies)), str(root))
 
 
-def labels_of(copy: Copy, number: dict[str, int]) -> Ints:
+def labels_of(copy: FlatCopy, number: dict[str, int]) -> Ints:
+    """The label of each row; -1 where it has none."""
     labels: Ints = copy.index["label"]
     if not copy.words:
         return labels
-    table = np.array([*(number.get(word, -1) for word in copy.words), -1], np.int64)  # the last for rows without
+    table = np.array(
+        [*(number.get(word, -1) for word in copy.words), -1], np.int64
+    )  # the last for rows without a label
     return table[labels]
 
 
 # ---- copies
 
 
-def flat(path: str) -> Copy:
-    """The copy of a file, made when first needed."""
-    about = os.stat(path)
-    state = f"{os.path.realpath(path)} {about.st_size} {about.st_mtime_ns}"
-    name = cache_folder() / "flat" / hashlib.sha256(os.fsencode(state)).hexdigest()[:20]
+def flat_copy(path: str) -> FlatCopy:
+    """The flat copy of a parquet file, made when first needed."""
+    name = cache_folder() / "flat" / file_state(path)
     try:
         name.parent.mkdir(parents=True, exist_ok=True)
-        with file_lock(f"{name}.lock"):  # ranks that want the same copy wait for one
+        with file_lock(f"{name}.lock"):  # ranks that need the same copy wait for one
             if not Path(f"{name}.npz").exists():
-                make(path, str(name), about.st_size)
+                make_copy(path, str(name))
         with np.load(f"{name}.npz", allow_pickle=False) as kept:
             index = dict(kept)
     except OSError as error:
@@ -140,45 +141,38 @@ def flat(path: str) -> Copy:
             f"'{path}' cannot be copied to '{name.parent}': {error}; VITLAB_DATA names another place"
         ) from None
     known = json.loads(index.pop("about").tobytes())
-    return Copy(f"{name}.bin", index, tuple(known["names"]), tuple(known["words"]))
+    return FlatCopy(f"{name}.bin", index, tuple(known["names"]), tuple(known["words"]))
 
 
-def make(path: str, name: str, size: int) -> None:
+def make_copy(path: str, name: str) -> None:
+    """Copy a parquet file to NAME.bin and NAME.npz in a process of its own, with limits of time and memory."""
     if find_spec("pyarrow") is None:
         raise UserError("parquet files need the package pyarrow: pip install vitlab[data]")
     part = f"{name}.part"
     here = str(Path(__file__).parents[2])  # this package, for a Python that runs elsewhere
     paths = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    plain = {
-        "PYTHONPATH": paths,
-        "ARROW_DEFAULT_MEMORY_POOL": "system",
-        "MALLOC_ARENA_MAX": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    # -P: no module of the folder the user happens to be in
+    small = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | small | {"PYTHONPATH": paths}
+    seconds = MIN_SECONDS + os.path.getsize(path) / BYTES_PER_SECOND
+    # -P: no module from the current folder
     command = [sys.executable, "-P", "-m", "vitlab.data.parquet_reader", path, part]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=PATIENCE + size / SLOWEST, env=os.environ | plain)
-        outcome = (
-            json.loads(done.stdout) if done.returncode == 0 else {"error": f"'{path}' crashes the reader of parquet"}
-        )
-        if "error" in outcome:
-            raise UserError(outcome["error"])
-        if outcome["note"]:
-            log.warning("%s", outcome["note"])
+        done = subprocess.run(command, capture_output=True, timeout=seconds, env=environment)
+        if done.returncode:
+            raise UserError(f"'{path}' crashes the reader of parquet")
+        reply = json.loads(done.stdout)
+        if "error" in reply:
+            raise UserError(reply["error"])
+        if reply["note"]:
+            log.warning("%s", reply["note"])
         os.replace(f"{part}.bin", f"{name}.bin")
         os.replace(f"{part}.npz", f"{name}.npz")
-    except subprocess.TimeoutExpired as late:
-        raise UserError(
-            f"'{path}' is not unpacked after {late.timeout:.0f} seconds; is it what it claims to be?"
-        ) from None
+    except subprocess.TimeoutExpired:
+        raise UserError(f"'{path}' is not unpacked after {seconds:.0f} seconds; is it what it claims to be?") from None
     finally:
-        for ending in ("bin", "npz"):
-            Path(f"{part}.{ending}").unlink(missing_ok=True)
+        for extension in ("bin", "npz"):
+            Path(f"{part}.{extension}").unlink(missing_ok=True)
 
 
 def open_copy(path: str) -> io.FileIO:
-    try:
-        return open(path, "rb", buffering=0)
-    except OSError as error:
-        raise UserError(f"the copy '{path}' of a parquet file cannot be opened: {error.strerror}") from None
+    return open_unbuffered(path, "copy of a parquet file")

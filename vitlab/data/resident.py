@@ -1,102 +1,90 @@
-"""A whole set in the device's memory, as bytes at one size, augmented there in batches.
+"""A complete training set in the device's memory, as uint8 at one size, augmented there in batches.
 
-Each picture is stored stretched to the common size, with its true ratio beside it, so that no part of it is lost and
-crops keep their shape. Cutting a box at the input's size is two small matrix products per image, with the weights
-that Pillow's antialiased resize would use: what comes out is what the workers would have cut, to a rounding.
+Each image is stored stretched to the common size, with its true aspect ratio beside it, so that no part of it is lost
+and crops keep their shape. Cropping a box and resizing it to the input's size is two small matrix products per image,
+with the weights of Pillow's antialiased resize: the result is what the workers would have made, to a rounding.
 
 Shapes: n images in the set, c in a chunk, H and W the stored height and width, h and w the input's.
 """
 
-import logging
 import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
+from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from vitlab.data.framing import FILTERS
+from vitlab.data.decoder import FILTERS, Shrink
 from vitlab.data.images import BrokenImage
 from vitlab.data.randaugment import randaugment
 from vitlab.data.rng import Floats, Ints, Keys
 from vitlab.data.source import ImageSource
-from vitlab.data.transforms import Augment, boxes, flips, to_pixels
-from vitlab.data.workers import CHUNK, Broken, Chunk, Order, read_chunks
+from vitlab.data.transforms import Augment, crop_boxes, draw_flips, to_pixels
+from vitlab.data.workers import Broken, EvalReader, read_all
 from vitlab.device import send
 from vitlab.errors import UserError
 from vitlab.models.config import Interpolation, Preprocess, Size
 
-log = logging.getLogger("vitlab")
-
-SHARE = 0.25  # of an accelerator's memory that a set may take
-ON_CPU = 1 << 30  # bytes, and
-CPU_SIDE = 96  # pixels: beyond it workers cut faster than matrix products do
+MEMORY_SHARE = 0.25  # of an accelerator's memory that a set may take
+CPU_MEMORY = 1 << 30  # bytes, and
+CPU_SIDE = 96  # pixels: beyond it, workers are faster than matrix products
 DETAIL = (2.0, 1.5, 1.0)  # stored side over input side, the largest that fits: crops are enlarged parts
-LOOK = 64  # images whose sizes are looked at
-AT_ONCE = 1 << 28  # bytes of float pixels cut, augmented and mixed at a time
+SIZE_SAMPLES = 64  # images whose sizes determine the stored size
+BYTES_AT_ONCE = 1 << 28  # bytes of float pixels cropped, augmented and mixed at a time
 
 
-def worth_holding(source: ImageSource, size: Size, device: torch.device) -> bool:
+def fits_on_device(source: ImageSource, size: Size, device: torch.device) -> bool:
     """Whether the set fits in the device's memory and gains from being there; the same answer on every run."""
     if source.groups is not None or (device.type == "cpu" and max(size) > CPU_SIDE):
         return False
-    return len(source) * 3 * size[0] * size[1] <= budget(device)
+    return len(source) * 3 * size[0] * size[1] <= memory_budget(device)
 
 
-def budget(device: torch.device) -> int:
+def memory_budget(device: torch.device) -> int:
+    """Bytes of the device's memory that a set may take."""
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory * SHARE)
+        return int(torch.cuda.get_device_properties(device).total_memory * MEMORY_SHARE)
     if device.type == "mps":
-        return int(torch.mps.recommended_max_memory() * SHARE)
-    return ON_CPU
+        return int(torch.mps.recommended_max_memory() * MEMORY_SHARE)
+    return CPU_MEMORY
 
 
-class Resident:
-    """The set on the device; `good` leads from a broken image to the one that stands in for it."""
+class ResidentSet:
+    """All images of a set on the device; a broken one is replaced by the next good one."""
 
     def __init__(
         self, source: ImageSource, size: Size, preprocess: Preprocess, workers: int, device: torch.device
     ) -> None:
         self.size, self.preprocess, self.device = size, preprocess, device
-        self.stored = stored_size(source, size, budget(device))
+        self.stored = stored_size(source, size, memory_budget(device))
         self.ratio: Floats = np.ones(len(source))
         self.pixels = torch.zeros(len(source), 3, *self.stored, dtype=torch.uint8, device=device)  # (n, 3, H, W)
         self.broken: list[Broken] = []
-        self._fill(source, workers)
-        self.good = stand_ins(len(source), [index for index, _, _ in self.broken])
-
-    def _fill(self, source: ImageSource, workers: int) -> None:
-        n = len(source)
-        orders = [[(i, 0) for i in range(s, min(s + CHUNK, n))] for s in range(0, n, CHUNK)]
-        chunks = read_chunks(Shelver(source, self.stored, self.preprocess), orders, workers, 4, False)
-        console = Console(stderr=True)
-        shown = track(
-            chunks, "decoding once", len(orders), console=console, transient=True, disable=not console.is_terminal
-        )
-        for order, chunk in zip(orders, shown, strict=True):
-            places = slice(order[0][0], order[-1][0] + 1)
-            self.pixels[places] = chunk.pixels.to(self.device)
-            self.ratio[places] = chunk.ratio.numpy()
+        start = 0
+        for chunk in read_all(StretchReader(source, self.stored, preprocess), len(source), workers, "decoding once"):
+            part = slice(start, start + len(chunk.index))
+            self.pixels[part] = chunk.pixels.to(device)
+            self.ratio[part] = chunk.ratio.numpy()
             self.broken += chunk.broken
+            start = part.stop
+        self.good = replace_broken(len(source), [index for index, _, _ in self.broken])
 
-    def cut(self, index: Ints, key: Keys, augment: Augment) -> tuple[Tensor, Tensor]:
-        """Augmented bytes (b, 3, h, w) of the images, and the indices they really came from."""
+    def augmented(self, index: Ints, key: Keys, augment: Augment) -> tuple[Tensor, Tensor]:
+        """Augmented uint8 images (b, 3, h, w), and the indices (b,) that they really came from."""
         index = self.good[index]
-        each = max(1, AT_ONCE // (12 * self.stored[0] * self.stored[1]))
-        parts = [self._cut(index[s : s + each], key[s : s + each], augment) for s in range(0, len(index), each)]
+        each = max(1, BYTES_AT_ONCE // (12 * self.stored[0] * self.stored[1]))
+        parts = [self._crop(index[s : s + each], key[s : s + each], augment) for s in range(0, len(index), each)]
         return randaugment(torch.cat(parts), key, augment), torch.from_numpy(index)
 
     @torch.no_grad()
-    def _cut(self, index: Ints, key: Keys, augment: Augment) -> Tensor:
+    def _crop(self, index: Ints, key: Keys, augment: Augment) -> Tensor:
         (h, w), (stored_h, stored_w) = self.size, self.stored
-        drawn = boxes(key, self.ratio[index], self.size, augment, self.preprocess)
+        drawn = crop_boxes(key, self.ratio[index], self.size, augment, self.preprocess)
         box = send(drawn * [stored_w, stored_h, stored_w, stored_h], self.device)  # (c, 4)
-        flip = send(flips(key, augment), self.device)
-        rows = weights(box[:, 1], box[:, 3], h, stored_h, self.preprocess.interpolation)  # (c, h, H)
-        columns = weights(box[:, 0], box[:, 2], w, stored_w, self.preprocess.interpolation)  # (c, w, W)
+        flip = send(draw_flips(key, augment), self.device)
+        rows = resize_weights(box[:, 1], box[:, 3], h, stored_h, self.preprocess.interpolation)  # (c, h, H)
+        columns = resize_weights(box[:, 0], box[:, 2], w, stored_w, self.preprocess.interpolation)  # (c, w, W)
         columns = torch.where(flip[:, None, None], columns.flip(1), columns)
         pixels = self.pixels[send(index, self.device)].float()  # (c, 3, H, W)
         pixels = pixels @ columns[:, None].transpose(2, 3)  # (c, 3, H, w)
@@ -105,35 +93,21 @@ class Resident:
 
 
 @dataclass
-class Shelver(Dataset[Chunk]):
-    """Runs in the workers: whole pictures, stretched to the stored size; broken ones stay black."""
+class StretchReader(EvalReader):
+    """Images stretched to the stored size, without any crop; broken ones are black."""
 
-    source: ImageSource
-    size: Size
-    preprocess: Preprocess
+    def shrink(self, key: int) -> Shrink:
+        return lambda picture: min(picture[0] / self.size[0], picture[1] / self.size[1])
 
-    def __getitems__(self, order: Order) -> Chunk:
-        pixels = torch.zeros(len(order), 3, *self.size, dtype=torch.uint8)
-        ratio, broken = torch.ones(len(order), dtype=torch.float64), []
-        for place, (index, _) in enumerate(order):
-            try:
-                image = self.source.image(
-                    index, lambda picture: min(picture[0] / self.size[0], picture[1] / self.size[1])
-                )
-            except BrokenImage as bad:
-                broken.append((index, bad.name, bad.why))
-                continue
-            ratio[place] = image.width / image.height
-            if image.size != (self.size[1], self.size[0]):
-                image = image.resize((self.size[1], self.size[0]), FILTERS[self.preprocess.interpolation])
-            pixels[place] = to_pixels(image)
-        return Chunk(pixels, torch.tensor([index for index, _ in order]), tuple(broken), "", ratio)
+    def convert(self, image: Image.Image, key: int) -> Tensor:
+        size = self.size[1], self.size[0]
+        return to_pixels(image if image.size == size else image.resize(size, FILTERS[self.preprocess.interpolation]))
 
 
-def stored_size(source: ImageSource, size: Size, room: int) -> Size:
-    """The largest sides that fit, up to twice the input's and never beyond the pictures' own."""
+def stored_size(source: ImageSource, size: Size, budget: int) -> Size:
+    """The largest sides that fit, up to twice the input's and never beyond those of the images themselves."""
     height = width = 1
-    for index in np.unique(np.linspace(0, len(source) - 1, LOOK).astype(int)).tolist():
+    for index in np.unique(np.linspace(0, len(source) - 1, SIZE_SAMPLES).astype(int)).tolist():
         try:
             image = source.image(index)
         except BrokenImage:
@@ -141,14 +115,14 @@ def stored_size(source: ImageSource, size: Size, room: int) -> Size:
         height, width = max(height, image.height), max(width, image.width)
     for detail in DETAIL:
         stored = min(height, math.ceil(detail * size[0])), min(width, math.ceil(detail * size[1]))
-        if len(source) * 3 * stored[0] * stored[1] <= room:
+        if len(source) * 3 * stored[0] * stored[1] <= budget:
             return stored
     need = len(source) * 3 * stored[0] * stored[1]
-    raise UserError(f"the set needs {need / 1e9:.1f} GB in memory, beyond {room / 1e9:.1f}; use resident=false")
+    raise UserError(f"the set needs {need / 1e9:.1f} GB in memory, beyond {budget / 1e9:.1f}; use resident=false")
 
 
-def stand_ins(n: int, broken: list[int]) -> Ints:
-    """For each index itself or, where it is broken, the first good one after it."""
+def replace_broken(n: int, broken: list[int]) -> Ints:
+    """For each of n indices itself or, where it is broken, the first good one after it."""
     good = np.setdiff1d(np.arange(n), broken)
     if not len(good):
         raise UserError(f"none of the {n} images can be read; check the data")
@@ -158,14 +132,14 @@ def stand_ins(n: int, broken: list[int]) -> Ints:
 # ---- Pillow's resize as a matrix
 
 
-def weights(low: Tensor, high: Tensor, size: int, stored: int, kind: Interpolation) -> Tensor:
-    """(c, size, stored): row i holds how pixel i of the result draws on the stored pixels between low and high."""
+def resize_weights(low: Tensor, high: Tensor, size: int, stored: int, kind: Interpolation) -> Tensor:
+    """(c, size, stored): row i holds the weights of pixel i of the result over the stored pixels from low to high."""
     scale = ((high - low) / size)[:, None, None]
     center = low[:, None, None] + (torch.arange(size, device=low.device)[:, None] + 0.5) * scale  # (c, size, 1)
     pixel = torch.arange(stored, device=low.device)
     if kind == "nearest":
         return (pixel == center.floor().clamp(0, stored - 1)).float()
-    weight = FILTER[kind]((pixel + 0.5 - center) / scale.clamp(min=1))
+    weight = KERNELS[kind]((pixel + 0.5 - center) / scale.clamp(min=1))
     return weight / weight.sum(2, keepdim=True)
 
 
@@ -183,4 +157,4 @@ def lanczos(x: Tensor) -> Tensor:
     return torch.where(x.abs() < 3, torch.sinc(x) * torch.sinc(x / 3), 0.0)
 
 
-FILTER = {"bilinear": triangle, "bicubic": cubic, "lanczos": lanczos}
+KERNELS = {"bilinear": triangle, "bicubic": cubic, "lanczos": lanczos}

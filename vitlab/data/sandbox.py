@@ -1,11 +1,11 @@
-"""A decoder in a process of its own, with a budget of time and memory for each picture.
+"""A decoder in a process of its own, with a budget of time and memory for each image.
 
-Nothing but a limit enforced by the system holds a decoder back: a small file can ask it for minutes or gigabytes. The
+A small file can make a decoder work for minutes or fill gigabytes, and only limits enforced by the system stop it. The
 process imports Pillow and little else, answers one request after another over a socket, and is killed and replaced
-when one of them goes over its budget.
+when a request exceeds the budget.
 
-A request is a JSON header and the file's bytes; an answer is a JSON header and, if all went well, the pixels in bands
-of some rows, so that neither side holds a large picture twice.
+A request is a JSON header and the file's bytes; an answer is a JSON header and, on success, the pixels in bands of
+some rows, so that neither side holds a large image twice.
 """
 
 import contextlib
@@ -24,29 +24,28 @@ from typing import Any
 
 from PIL import Image
 
-from vitlab.data.decoder import Shrink, Undecodable, unpack
-from vitlab.data.framing import frame
+from vitlab.data.decoder import Shrink, Undecodable, decode_bytes, frame_image
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
 from vitlab.settings import check_types, from_json, to_json
 
 LENGTH = struct.Struct("<I")
-LARGEST_HEADER = 1 << 20
-BAND = 1 << 20  # pixels that are sent at a time
+MAX_HEADER_BYTES = 1 << 20
+BAND_PIXELS = 1 << 20  # sent at a time
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What one picture may take."""
+    """What one image may cost."""
 
     cpu: int = 10  # seconds of a core
     wall: float = 18.0  # seconds, waiting for a core included
-    memory: int = 900_000_000  # bytes, beyond the few that the process has before it begins
+    memory: int = 900_000_000  # bytes, beyond what the process uses when it starts
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What becomes of the bytes: which kinds are read, how many pixels are too many, and how the picture is framed."""
+    """How a file is decoded: the formats allowed, the most pixels, and the frame of the result."""
 
     formats: tuple[str, ...] | None = None
     most_pixels: int | None = None
@@ -58,58 +57,57 @@ class Wanted:
 
 
 class Sandbox:
-    """The caller's side. One request at a time; `kill` may come from any thread."""
+    """The caller's side. One request at a time; `kill` may be called from any thread."""
 
     def __init__(self, budget: Budget | None = None, *, nice: int = 0) -> None:
         self.budget, self.nice = budget or Budget(), nice
         self.process: subprocess.Popen[bytes] | None = None
         self.wire: socket.socket | None = None
-        self.lock = threading.Lock()  # of starting and killing
+        self.lock = threading.Lock()  # held while starting or killing the process
         self.closed = False
 
-    def decode(self, data: bytes | bytearray, wanted: Wanted, shrink: Shrink | None = None) -> Image.Image:
-        """The upright RGB picture; Undecodable where there is none, or none within the budget."""
+    def decode(self, data: bytes | bytearray, request: Wanted, shrink: Shrink | None = None) -> Image.Image:
+        """The upright RGB image; raises Undecodable where it cannot be decoded within the budget."""
         deadline = time.monotonic() + self.budget.wall
         for last in (False, True):
             try:
-                return self._ask(data, wanted, shrink, deadline)
+                return self._request(data, request, shrink, deadline)
             except TimeoutError:
                 self.kill()
                 raise Undecodable("broken", f"it took longer than {self.budget.wall:g} s to decode") from None
             except (OSError, EOFError):
                 code = self._exit_code()
-                if last or code not in (
-                    -signal.SIGKILL,
-                    -signal.SIGTERM,
-                ):  # ended from outside: not the picture's fault
+                killed = code in (-signal.SIGKILL, -signal.SIGTERM)  # from outside: not because of the image
+                if last or not killed:
                     raise Undecodable("broken", self._reason(code)) from None
         raise AssertionError("unreachable")
 
-    def _ask(self, data: bytes | bytearray, wanted: Wanted, shrink: Shrink | None, deadline: float) -> Image.Image:
+    def _request(self, data: bytes | bytearray, request: Wanted, shrink: Shrink | None, deadline: float) -> Image.Image:
         wire = self.start()
-        send(wire, {**to_json(wanted), "bytes": len(data), "shrink": shrink is not None}, data, deadline)
+        send(wire, {**to_json(request), "bytes": len(data), "shrink": shrink is not None}, data, deadline)
         answer = receive_header(wire, deadline)
-        if "ask" in answer and shrink is not None:  # the picture's size; only the caller knows what it needs of it
+        if "ask" in answer and shrink is not None:  # for the factor, which depends on the image's size
             send(wire, {"factor": float(shrink(tuple(answer["ask"])))}, b"", deadline)
             answer = receive_header(wire, deadline)
         if "fault" in answer:
             raise Undecodable(answer["fault"], answer["why"])
-        return assemble(wire, (answer["width"], answer["height"]), deadline)
+        return receive_image(wire, (answer["width"], answer["height"]), deadline)
 
     def start(self) -> socket.socket:
+        """The connection to the process, which is started if there is none."""
         with self.lock:
             if self.closed:
                 raise EOFError
             if self.wire is None or self.process is None or self.process.poll() is not None:
                 self._drop()
                 ours, theirs = socket.socketpair()
-                self.process = launch(theirs, self.budget, self.nice)
-                theirs.close()
+                with theirs:
+                    self.process = launch(theirs, self.budget, self.nice)
                 self.wire = ours
             return self.wire
 
     def kill(self, *, close: bool = False) -> None:
-        """End the process, and the request it is busy with; with `close` no other one takes its place."""
+        """End the process and the request it is working on; with `close` no other process replaces it."""
         with self.lock:
             self.closed = self.closed or close
             self._drop()
@@ -120,12 +118,12 @@ class Sandbox:
             self.process.wait()
         if self.wire is not None:
             with contextlib.suppress(OSError):
-                self.wire.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for the answer
+                self.wire.shutdown(socket.SHUT_RDWR)  # wakes up a thread that waits for the answer
             self.wire.close()
         self.process = self.wire = None
 
     def _exit_code(self) -> int | None:
-        """Of the process that is gone; None where `kill` ended it."""
+        """The exit code of the process that ended; None where `kill` ended it."""
         with self.lock:
             code = None
             if self.process is not None:
@@ -153,20 +151,20 @@ def too_much_memory(memory: int) -> str:
 
 
 def launch(theirs: socket.socket, budget: Budget, nice: int) -> "subprocess.Popen[bytes]":
-    """A fresh interpreter that finds its modules where this one does, and nothing in the current folder (-P)."""
-    places = [place for place in sys.path if place]
-    code = f"import sys; sys.path[:] = {places!r}; from vitlab.data.sandbox import serve; serve({theirs.fileno()}"
-    words = [sys.executable, "-P", "-c", f"{code}, {budget.cpu}, {budget.memory}, {nice})"]
-    quiet = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # each thread of a library reserves address space
+    """Start an interpreter that finds its modules where this one does, and none in the current folder (-P)."""
+    paths = [path for path in sys.path if path]
+    code = f"import sys; sys.path[:] = {paths!r}; from vitlab.data.sandbox import serve; serve({theirs.fileno()}"
+    command = [sys.executable, "-P", "-c", f"{code}, {budget.cpu}, {budget.memory}, {nice})"]
+    single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # each thread of a library reserves address space
     try:
         return subprocess.Popen(
-            words,
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=os.environ | quiet,
+            env=os.environ | single,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # a Ctrl-C in the terminal is its owner's to act on
+            start_new_session=True,  # Ctrl-C in the terminal is handled by the caller
         )
     except OSError as error:
         raise UserError(f"no process to decode images in could be started: {error.strerror or error}") from None
@@ -184,7 +182,7 @@ def send(wire: socket.socket, header: dict[str, Any], data: bytes | bytearray, d
 
 def receive_header(wire: socket.socket, deadline: float | None) -> dict[str, Any]:
     (length,) = LENGTH.unpack(receive(wire, LENGTH.size, deadline))
-    if length > LARGEST_HEADER:
+    if length > MAX_HEADER_BYTES:
         raise EOFError
     return dict(json.loads(receive(wire, length, deadline)))
 
@@ -202,12 +200,12 @@ def receive(wire: socket.socket, length: int, deadline: float | None) -> bytearr
 
 
 def bands(size: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """The rows of a picture of (width, height), some at a time."""
-    step = max(1, BAND // size[0])
+    """The rows of an image of (width, height), as (top, bottom) of each band."""
+    step = max(1, BAND_PIXELS // size[0])
     return ((top, min(top + step, size[1])) for top in range(0, size[1], step))
 
 
-def assemble(wire: socket.socket, size: tuple[int, int], deadline: float) -> Image.Image:
+def receive_image(wire: socket.socket, size: tuple[int, int], deadline: float) -> Image.Image:
     image = Image.new("RGB", size)
     for top, bottom in bands(size):
         pixels = receive(wire, 3 * size[0] * (bottom - top), deadline)
@@ -215,11 +213,11 @@ def assemble(wire: socket.socket, size: tuple[int, int], deadline: float) -> Ima
     return image
 
 
-# ---- in the process
+# ---- inside the process
 
 
 def serve(file: int, cpu: int, memory: int, nice: int) -> None:
-    """Answer requests until the caller hangs up."""
+    """Answer requests until the caller closes the connection."""
     wire = socket.socket(fileno=file)
     Image.MAX_IMAGE_PIXELS = None  # the limits here are stricter
     Image.init()
@@ -230,37 +228,34 @@ def serve(file: int, cpu: int, memory: int, nice: int) -> None:
             header = receive_header(wire, None)
             data = receive(wire, header["bytes"], None)
             limit_time(cpu)
-            answer(wire, header, data, memory)
+            answer_request(wire, header, data, memory)
 
 
-def answer(wire: socket.socket, header: dict[str, Any], data: bytearray, memory: int) -> None:
-    wanted = from_json(Wanted, {key: header[key] for key in ("formats", "most_pixels", "size", "preprocess")})
+def answer_request(wire: socket.socket, header: dict[str, Any], data: bytearray, memory: int) -> None:
+    request = from_json(Wanted, {key: header[key] for key in ("formats", "most_pixels", "size", "preprocess")})
 
     def ask(size: Size) -> float:
         send(wire, {"ask": size}, b"", None)
         return float(receive_header(wire, None)["factor"])
 
     try:
-        image = unpack(data, ask if header["shrink"] else None, wanted.formats, wanted.most_pixels)
-        if wanted.size is not None:
-            image = frame(image, wanted.size, wanted.preprocess)
-    except Undecodable as bad:
-        send(wire, {"fault": bad.fault, "why": bad.why}, b"", None)
-        return
+        image = decode_bytes(data, ask if header["shrink"] else None, request.formats, request.most_pixels)
+        if request.size is not None:
+            image = frame_image(image, request.size, request.preprocess)
+    except Undecodable as error:
+        send(wire, {"fault": error.fault, "why": error.why}, b"", None)
     except MemoryError:
         send(wire, {"fault": "broken", "why": too_much_memory(memory)}, b"", None)
-        return
-    send(wire, {"width": image.width, "height": image.height}, b"", None)
-    for top, bottom in bands(image.size):
-        wire.sendall(image.crop((0, top, image.width, bottom)).tobytes())
+    else:
+        send(wire, {"width": image.width, "height": image.height}, b"", None)
+        for top, bottom in bands(image.size):
+            wire.sendall(image.crop((0, top, image.width, bottom)).tobytes())
 
 
 def limit_memory(memory: int) -> None:
-    """Address space, as far as the system has such a limit; and no files at all are written here."""
-    try:
-        import resource
-    except ImportError:  # not a Unix
-        return
+    """Limit the address space, where its current size can be read, and forbid writing files."""
+    import resource  # on POSIX systems only, as is this process
+
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as file:
@@ -269,10 +264,8 @@ def limit_memory(memory: int) -> None:
 
 
 def limit_time(cpu: int) -> None:
-    """So many seconds of a core from now on; the system counts those of the process's lifetime."""
-    try:
-        import resource
-    except ImportError:
-        return
+    """Allow so many seconds of a core from now on; the system counts from the start of the process."""
+    import resource
+
     used = int(time.process_time()) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (used + cpu, resource.RLIM_INFINITY))

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitlab.data.images import Shrink
+from vitlab.data.decoder import Shrink
 from vitlab.data.rng import Ints
 
 
@@ -29,7 +29,7 @@ class ImageSource(Protocol):
         ...
 
     def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
-        """The upright RGB image; raises BrokenImage. `shrink` allows a smaller one, see DecodeHint."""
+        """The upright RGB image; raises BrokenImage. `shrink` allows a smaller one, see decoder.py."""
         ...
 
 

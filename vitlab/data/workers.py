@@ -1,12 +1,14 @@
-"""What runs in the loader's worker processes: reading images and cutting them to size, a chunk at a time."""
+"""What runs in the loader's worker processes: reading images and converting them to tensors, a chunk at a time."""
 
-import logging
+import itertools
+import math
 import signal
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,118 +16,186 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vitlab.data.images import BrokenImage, Shrink
+from vitlab.data.decoder import Shrink
+from vitlab.data.images import BrokenImage
 from vitlab.data.randaugment import randaugment
 from vitlab.data.source import ImageSource
-from vitlab.data.transforms import Augment, boxes, cut, eval_pixels, flips, shrink_for
+from vitlab.data.transforms import Augment, crop_and_resize, crop_boxes, draw_flips, eval_pixels, shrink_for_crop
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
+from vitlab.terminal import track
 
-log = logging.getLogger("vitlab")
-
-CHUNK = 64  # images a worker is asked for at a time
-IN_A_ROW = 100  # broken images one after another before the set is given up
+CHUNK = 64  # the most images a worker is asked for at a time
+AHEAD = 4  # chunks that each worker keeps ready
+MAX_BROKEN_RUN = 100  # consecutive broken images before the data set is given up
 GRACE = 10  # seconds a worker stays after SIGTERM, so that the main process can finish its step
 
-Order = list[tuple[int, int]]  # (index, key) of each image of a chunk
-Broken = tuple[int, str, str]  # index, name, why
+Order = Sequence[tuple[int, int]]  # (index, key) of each image of a chunk or batch
+Broken = tuple[int, str, str]  # index, name, reason
+
+
+class Images(Protocol):
+    """Images by index; every ImageSource is one."""
+
+    def image(self, index: int, shrink: Shrink | None = None) -> Image.Image: ...
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a worker sends back: bytes, the images they came from, and what was broken on the way."""
+    """What a worker sends back: c tensors, the images they came from, and the broken ones it met."""
 
     pixels: Tensor  # (c, 3, h, w) uint8
     index: Tensor  # (c,)
     broken: tuple[Broken, ...] = ()
     error: str = ""
-    ratio: Tensor = field(default_factory=lambda: torch.empty(0))  # (c,) width over height of the whole pictures
+    ratio: Tensor = field(default_factory=lambda: torch.empty(0))  # (c,) width over height of the original images
 
     def pin_memory(self) -> "Chunk":
-        return Chunk(self.pixels.pin_memory(), self.index, self.broken, self.error, self.ratio)
+        return replace(self, pixels=self.pixels.pin_memory())
 
 
 @dataclass
-class AugmentedReader(Dataset[Chunk]):
-    """Reads and augments the images of a chunk; without an augment, frames them for evaluation."""
+class ImageReader(Dataset[Chunk]):
+    """Reads the images of a chunk; subclasses define the tensor that each becomes.
+
+    A broken image is listed in the chunk and its tensor is `blank()`, unless a subclass finds a replacement.
+    """
+
+    source: Images
+
+    def convert(self, image: Image.Image, key: int) -> Tensor:
+        """The tensor of an image."""
+        raise NotImplementedError
+
+    def blank(self) -> Tensor:
+        """The tensor in place of a broken image."""
+        raise NotImplementedError
+
+    def shrink(self, key: int) -> Shrink | None:
+        """How much smaller an image may be decoded; None: not at all."""
+        return None
+
+    def read(self, index: int, key: int) -> tuple[int, Image.Image | None, list[Broken]]:
+        """The image at an index, None where it is broken; the index it came from; the broken images met."""
+        try:
+            return index, self.source.image(index, self.shrink(key)), []
+        except BrokenImage as error:
+            return index, None, [(index, error.name, error.why)]
+
+    def read_chunk(self, samples: Order) -> Chunk:
+        tensors, indices, broken, ratios = [], [], [], []
+        for sample, key in samples:
+            index, image, skipped = self.read(sample, key)
+            tensors.append(self.blank() if image is None else self.convert(image, key))
+            ratios.append(1.0 if image is None else image.width / image.height)
+            indices.append(index)
+            broken += skipped
+        ratio = torch.tensor(ratios, dtype=torch.float64)
+        return Chunk(torch.stack(tensors), torch.tensor(indices), tuple(broken), ratio=ratio)
+
+    def __getitems__(self, samples: Order) -> Chunk:
+        """For DataLoader. A UserError is returned as a value: raised in a worker, it would arrive as a traceback."""
+        try:
+            return self.read_chunk(samples)
+        except UserError as error:
+            return Chunk(torch.empty(0), torch.empty(0), error=str(error))
+
+
+@dataclass
+class EvalReader(ImageReader):
+    """Frames images for evaluation, (3, h, w) uint8; broken ones are black."""
+
+    size: Size
+    preprocess: Preprocess
+
+    def convert(self, image: Image.Image, key: int) -> Tensor:
+        return eval_pixels(image, self.size, self.preprocess)
+
+    def blank(self) -> Tensor:
+        return torch.zeros(3, *self.size, dtype=torch.uint8)
+
+
+@dataclass
+class TrainReader(ImageReader):
+    """Augments images as their keys determine, (3, h, w) uint8; the next good image replaces a broken one."""
 
     source: ImageSource
     size: Size
     preprocess: Preprocess
-    augment: Augment | None
+    augment: Augment
 
-    def __getitems__(self, order: Order) -> Chunk:
-        return self.train_chunk(order, self.augment) if self.augment else self.eval_chunk(order)
+    def shrink(self, key: int) -> Shrink:
+        return shrink_for_crop(key, self.size, self.augment, self.preprocess)
 
-    def train_chunk(self, order: Order, augment: Augment) -> Chunk:
-        key = np.array([k for _, k in order], np.uint64)
-        flip = flips(key, augment)
-        pixels, index, broken = [], [], []
-        for place, (wanted, each) in enumerate(order):
-            shrink = shrink_for(each, self.size, augment, self.preprocess)
-            found, image, bad = next_good(self.source, wanted, shrink)
-            ratio = np.array([image.width / image.height])
-            box = boxes(key[place : place + 1], ratio, self.size, augment, self.preprocess)[0]
-            pixel = cut(image, box, self.size, self.preprocess, bool(flip[place]))[None]
-            pixels.append(randaugment(pixel, key[place : place + 1], augment))
-            index.append(found)
-            broken += bad
-        return Chunk(torch.cat(pixels), torch.tensor(index), tuple(broken))
+    def read(self, index: int, key: int) -> tuple[int, Image.Image, list[Broken]]:
+        broken: list[Broken] = []
+        for place in range(index, index + min(MAX_BROKEN_RUN, len(self.source))):
+            place %= len(self.source)
+            try:
+                return place, self.source.image(place, self.shrink(key)), broken
+            except BrokenImage as error:
+                broken.append((place, error.name, error.why))
+        _, name, why = broken[0]
+        raise UserError(f"{len(broken)} images in a row cannot be read, the first being {name} ({why}); check the data")
 
-    def eval_chunk(self, order: Order) -> Chunk:
-        try:
-            pixels = [eval_pixels(self.source.image(index), self.size, self.preprocess) for index, _ in order]
-        except BrokenImage as broken:
-            raise UserError(
-                f"{broken.name} cannot be read ({broken.why}); evaluation needs every image, so mend or remove it"
-            ) from None
-        return Chunk(torch.stack(pixels), torch.tensor([index for index, _ in order]))
-
-
-def next_good(source: ImageSource, index: int, shrink: Shrink | None) -> tuple[int, Image.Image, list[Broken]]:
-    """The image at an index or, where it is broken, the first good one after it; and the broken ones passed over."""
-    broken: list[Broken] = []
-    for found in range(index, index + min(IN_A_ROW, len(source))):
-        found %= len(source)
-        try:
-            return found, source.image(found, shrink), broken
-        except BrokenImage as bad:
-            broken.append((found, bad.name, bad.why))
-    _, name, why = broken[0]
-    raise UserError(f"{len(broken)} images in a row cannot be read, the first being {name} ({why}); check the data")
+    def convert(self, image: Image.Image, key: int) -> Tensor:
+        keys, ratio = np.array([key], np.uint64), np.array([image.width / image.height])
+        box = crop_boxes(keys, ratio, self.size, self.augment, self.preprocess)[0]
+        flip = bool(draw_flips(keys, self.augment)[0])
+        pixels = crop_and_resize(image, box, self.size, self.preprocess, flip)
+        return randaugment(pixels[None], keys, self.augment)[0]
 
 
 # ---- the processes
 
 
-@dataclass
-class Guard(Dataset[Chunk]):
-    """Sends a worker's UserError back as a value: a raised one would arrive as a page of traceback."""
-
-    data: Any
-
-    def __getitems__(self, order: Order) -> Chunk:
-        try:
-            return self.data.__getitems__(order)
-        except UserError as error:
-            return Chunk(torch.empty(0), torch.empty(0), (), str(error))
+def chunk_size(batch: int, workers: int) -> int:
+    """Images in a chunk, so that all workers share each batch."""
+    return min(CHUNK, math.ceil(batch / max(1, workers)))
 
 
-def read_chunks(data: Dataset[Chunk], orders: Iterable[Order], workers: int, ahead: int, pin: bool) -> Iterator[Chunk]:
-    """The chunks in order, read by `workers` processes (0: by this one) that keep `ahead` chunks ready each."""
+def read_batches(
+    reader: ImageReader, batches: Iterable[Order], chunk: int, workers: int, ahead: int, pin: bool
+) -> Iterator[list[Chunk]]:
+    """The chunks, of at most `chunk` images, of each batch in turn; `batches` is read ahead and may be endless."""
+    counts: deque[int] = deque()  # chunks of each batch that was asked for
+
+    def requests() -> Iterator[Order]:
+        for samples in batches:
+            counts.append(math.ceil(len(samples) / chunk))
+            yield from (samples[start : start + chunk] for start in range(0, len(samples), chunk))
+
+    chunks = read_chunks(reader, requests(), workers, ahead, pin)
+    for first in chunks:
+        yield [first, *itertools.islice(chunks, counts.popleft() - 1)]
+
+
+def read_all(reader: ImageReader, count: int, workers: int, title: str) -> Iterator[Chunk]:
+    """The first `count` images once, in order, with a progress bar."""
+    requests = [[(i, 0) for i in range(s, min(s + CHUNK, count))] for s in range(0, count, CHUNK)]
+    return track(read_chunks(reader, requests, workers, AHEAD, False), title, len(requests))
+
+
+def read_chunks(
+    reader: Dataset[Chunk], requests: Iterable[Order], workers: int, ahead: int, pin: bool
+) -> Iterator[Chunk]:
+    """The chunks in order, read by `workers` processes (0: by this one) that keep `ahead` chunks ready each.
+
+    Raises UserError where the reader does, or where a worker was killed.
+    """
     before = signal.getsignal(signal.SIGCHLD)
     loader = DataLoader(
-        Guard(data),
-        batch_sampler=orders,
+        reader,
+        batch_sampler=requests,  # type: ignore[arg-type]  # pairs of numbers rather than numbers
         num_workers=workers,
-        collate_fn=_as_is,
+        collate_fn=_unchanged,
         pin_memory=pin,
         prefetch_factor=ahead if workers else None,
-        worker_init_fn=_start,
+        worker_init_fn=_handle_signals,
     )
     chunks = iter(loader)
     if workers and threading.current_thread() is threading.main_thread():
-        # torch raises from a signal handler when a worker dies, wherever the program is; asking for a chunk tells too
+        # torch raises from a signal handler when a worker dies, wherever the program is; so does asking for a chunk
         signal.signal(signal.SIGCHLD, before)
     try:
         while (chunk := next(chunks, None)) is not None:
@@ -133,40 +203,39 @@ def read_chunks(data: Dataset[Chunk], orders: Iterable[Order], workers: int, ahe
                 raise UserError(chunk.error)
             yield chunk
     except (RuntimeError, OSError, EOFError) as error:
-        vanished = _vanished(getattr(chunks, "_workers", []))
-        raise (vanished or error) from None
+        raise (_lost_worker(getattr(chunks, "_workers", [])) or error) from None
     finally:
         del chunks  # ends the workers now, rather than when a traceback that holds this frame is let go
 
 
-def _as_is(chunk: Any) -> Any:
+def _unchanged(chunk: Any) -> Any:
     return chunk
 
 
-def _start(number: int) -> None:
-    """Ctrl-C and SIGTERM, which may reach all processes at once, are the main one's to act on: it saves first."""
+def _handle_signals(number: int) -> None:
+    """Leave Ctrl-C and SIGTERM, which may reach all processes at once, to the main process: it saves first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _leave_soon)
+    signal.signal(signal.SIGTERM, _exit_later)
 
 
-def _leave_soon(number: int, frame: Any) -> None:
+def _exit_later(number: int, frame: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.alarm(GRACE)  # ends the worker, unless the main process has done so by then
 
 
-def _vanished(workers: list[BaseProcess]) -> UserError | None:
-    """A sentence if a worker is gone; the others, which may wait for it for ever, are ended."""
+def _lost_worker(workers: list[BaseProcess]) -> UserError | None:
+    """The error to report if a worker died; the others, which may wait for it forever, are ended."""
     for worker in workers:
         worker.join(0.1)
-    gone = [worker for worker in workers if worker.exitcode]
-    for worker in workers:
-        if gone and worker.is_alive():
-            worker.kill()
-    if not gone:
+    dead = [worker for worker in workers if worker.exitcode]
+    if not dead:
         return None
-    code = gone[0].exitcode or 0
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+    code = dead[0].exitcode or 0
     how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     return UserError(
-        f"a loader worker (process {gone[0].pid}) {how}; it may have run out of memory: "
+        f"a loader worker (process {dead[0].pid}) {how}; it may have run out of memory: "
         "try fewer of them (workers=1), and resume"
     )

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from vitlab.data.decoder import Shrink
 from vitlab.data.folder import is_special, log, walk
-from vitlab.data.images import EXTENSIONS, BrokenImage, Shrink, decode
+from vitlab.data.images import EXTENSIONS, BrokenImage, decode
 from vitlab.errors import UserError
 from vitlab.predict.web import check_address, fetch, is_address, read_limited
 

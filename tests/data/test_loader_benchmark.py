@@ -1,0 +1,25 @@
+"""The benchmark of the loader, benchmarks/loader.py, runs and measures both loops."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.loader import loader_benchmark, photo
+
+
+@pytest.mark.slow
+def test_the_loader_is_not_slower_than_a_plain_loop() -> None:
+    ratios = [row.vitlab / row.plain for row in loader_benchmark(count=32, rounds=8)]
+    assert np.median(ratios) > 0.95  # single rows vary on a shared machine
+    assert min(ratios) > 0.6
+
+
+def test_bench_photos_are_like_photos() -> None:
+    """Neighboring pixels resemble each other, and the file is neither blank nor noise."""
+    grey = np.asarray(photo(0, (96, 128)).convert("L")).astype(float)
+    assert grey.std() > 20
+    assert np.abs(np.diff(grey, axis=1)).mean() < grey.std()
