@@ -10,15 +10,12 @@ from vitlab.data.source import ArraySource, ImageSource
 from vitlab.errors import UserError
 from vitlab.files import cache_folder
 
-# torchvision's class and, for each of its splits, the arguments that choose it
-SETS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
-    "cifar10": ("CIFAR10", {"train": {"train": True}, "test": {"train": False}}),
-    "cifar100": ("CIFAR100", {"train": {"train": True}, "test": {"train": False}}),
-    "oxford-pets": ("OxfordIIITPet", {"train": {"split": "trainval"}, "test": {"split": "test"}}),
-    "flowers102": (
-        "Flowers102",
-        {"train": {"split": "train"}, "validation": {"split": "val"}, "test": {"split": "test"}},
-    ),
+# torchvision's class, its argument that chooses a split, and the value of that for each split
+SETS: dict[str, tuple[str, str, dict[str, str | bool]]] = {
+    "cifar10": ("CIFAR10", "train", {"train": True, "test": False}),
+    "cifar100": ("CIFAR100", "train", {"train": True, "test": False}),
+    "oxford-pets": ("OxfordIIITPet", "split", {"train": "trainval", "test": "test"}),
+    "flowers102": ("Flowers102", "split", {"train": "train", "validation": "val", "test": "test"}),
 }
 
 
@@ -38,13 +35,13 @@ def splits(name: str) -> dict[str, ImageSource]:
     """The splits of a torchvision data set, downloaded once to the cache folder."""
     import torchvision.datasets
 
-    kind, parts = SETS[name]
+    kind, argument, values = SETS[name]
     root = cache_folder() / name
     sources: dict[str, ImageSource] = {}
-    for split, arguments in parts.items():
+    for split, value in values.items():
         try:
             root.mkdir(parents=True, exist_ok=True)
-            data = getattr(torchvision.datasets, kind)(str(root), download=True, **arguments)
+            data = getattr(torchvision.datasets, kind)(str(root), download=True, **{argument: value})
         except (OSError, RuntimeError) as error:
             raise UserError(
                 f"{name} could not be downloaded to '{root}' ({error}); check the network, or put the files there "

@@ -8,13 +8,13 @@ import io
 import math
 import warnings
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from vitlab.data.av1 import largest_frame
-from vitlab.models.config import Preprocess, Size
+from vitlab.models.config import Interpolation, Preprocess, Size
 from vitlab.text import brief
 
 ORIENTATION = 0x0112  # the EXIF tag; from 5 on, width and height are swapped
@@ -30,12 +30,7 @@ TRANSPOSE = {
 # Pillow's names of the formats that are read. No other reader sees a file, whatever its name: some start programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "GIF", "TIFF", "JPEG2000", "PPM", "TGA")
 DEEP_COST = 4  # grays of 16 bits or more are converted as floats, which take so many times the memory
-FILTERS = {
-    "nearest": Image.Resampling.NEAREST,
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-}
+FILTERS = {name: Image.Resampling[name.upper()] for name in get_args(Interpolation)}
 MAX_ASPECT = 50  # a longer image is cropped to this ratio first: resizing all of it could fill the memory
 
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")  # odd tags, which do not affect the pixels

@@ -11,7 +11,7 @@ from PIL import Image
 
 from vitlab.data.decoder import Shrink
 from vitlab.data.images import EXTENSIONS, decode
-from vitlab.data.rng import Ints
+from vitlab.data.source import LabeledSource
 from vitlab.data.split_names import SPLIT_NAMES
 from vitlab.errors import UserError
 from vitlab.text import valid_text
@@ -19,19 +19,12 @@ from vitlab.text import valid_text
 log = logging.getLogger("vitlab")
 
 
-class FileSource:
+class FileSource(LabeledSource):
     """Image files by path; the paths are one array of bytes, which workers share without copying."""
 
-    groups = None
-
     def __init__(self, root: Path, paths: list[str], labels: list[int], classes: tuple[str, ...]) -> None:
-        self.root = root
-        self.paths = np.array([os.fsencode(path) for path in paths], np.bytes_)
-        self.labels: Ints = np.array(labels, np.int64)
-        self.classes = classes
-
-    def __len__(self) -> int:
-        return len(self.labels)
+        super().__init__(np.array(labels, np.int64), classes)
+        self.root, self.paths = root, np.array([os.fsencode(path) for path in paths], np.bytes_)
 
     def name(self, index: int) -> str:
         return str(self.root / os.fsdecode(self.paths[index]))

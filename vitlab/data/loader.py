@@ -101,10 +101,6 @@ class TrainLoader:
     def resident(self) -> bool:
         return self.held is not None
 
-    @property
-    def steps_per_epoch(self) -> float:
-        return len(self.source) / self.batch
-
     def batches(self, step: int = 0) -> Iterator[Batch]:
         """Batches from number `step` on."""
         if self.held:

@@ -3,49 +3,66 @@
 import hashlib
 import io
 import os
-from collections.abc import Callable
 from typing import Any
 
-from vitlab.data.images import MAX_FILE_BYTES, BrokenImage
+import numpy as np
+from PIL import Image
+
+from vitlab.data.decoder import Shrink
+from vitlab.data.images import MAX_FILE_BYTES, BrokenImage, decode
+from vitlab.data.rng import Ints
+from vitlab.data.source import LabeledSource
 from vitlab.errors import UserError
 
 MAX_OPEN = 16  # files open at a time
 
 
-class PackedFiles:
-    """Reads ranges of bytes from files, given by number; pickled without those that are open."""
+class PackedSource(LabeledSource):
+    """Images inside larger files, by number of the file, offset and length; pickled without its open files."""
 
-    def __init__(self, names: list[str], opener: Callable[[str], io.FileIO]) -> None:
-        self.names, self.opener = names, opener
-        self.files: dict[int, io.FileIO] = {}
+    def __init__(self, paths: list[str], labels: Ints, classes: tuple[str, ...]) -> None:
+        super().__init__(labels, classes)
+        self.paths = paths
+        self.shard = self.offset = self.length = np.zeros(0, np.int64)  # (n,), set by subclasses
+        self.opened: dict[int, io.FileIO] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "files": {}}
+        return {**self.__dict__, "opened": {}}
+
+    def open_file(self, path: str) -> io.FileIO:
+        return open_unbuffered(path)
 
     def read(self, file: int, offset: int, length: int) -> bytes:
         """That many bytes, or fewer where the file ends."""
-        if file not in self.files:
-            if len(self.files) >= MAX_OPEN:
-                self.files.pop(next(iter(self.files))).close()
-            self.files[file] = self.opener(self.names[file])
-        return os.pread(self.files[file].fileno(), length, offset)
+        if file not in self.opened:
+            if len(self.opened) >= MAX_OPEN:
+                self.opened.pop(next(iter(self.opened))).close()
+            self.opened[file] = self.open_file(self.paths[file])
+        return os.pread(self.opened[file].fileno(), length, offset)
 
-    def image_bytes(self, file: int, offset: int, length: int, name: str) -> bytes:
-        """The bytes of an image; raises BrokenImage where there are too many or too few."""
+    def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
+        try:
+            return decode(self._encoded(index), "", shrink)
+        except BrokenImage as error:
+            raise BrokenImage(self.name(index), error.why) from None
+
+    def _encoded(self, index: int) -> bytes:
+        length = int(self.length[index])
+        if length < 0:
+            raise BrokenImage("", "the row holds no bytes")
         if length > MAX_FILE_BYTES:  # a file may claim any number
-            raise BrokenImage(name, f"it is larger than {MAX_FILE_BYTES >> 20} MB")
-        data = self.read(file, offset, length)
+            raise BrokenImage("", f"it is larger than {MAX_FILE_BYTES >> 20} MB")
+        data = self.read(int(self.shard[index]), int(self.offset[index]), length)
         if len(data) < length:
-            raise BrokenImage(name, "its file ends before it does")
+            raise BrokenImage("", "its file ends before it does")
         return data
 
 
-def open_unbuffered(path: str, kind: str) -> io.FileIO:
-    """Open a file for reading; `kind` describes it in the UserError."""
+def open_unbuffered(path: str) -> io.FileIO:
     try:
         return open(path, "rb", buffering=0)
     except OSError as error:
-        raise UserError(f"the {kind} '{path}' cannot be opened: {error.strerror}") from None
+        raise UserError(f"'{path}' cannot be opened: {error.strerror}") from None
 
 
 def file_state(path: str) -> str:

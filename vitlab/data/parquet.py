@@ -4,8 +4,6 @@ Parquet cannot be read row by row, and training asks for rows in any order. So e
 in the cache folder; `parquet_reader.py` does that in a process of its own, since the files may be untrusted.
 """
 
-import bisect
-import io
 import json
 import logging
 import os
@@ -19,12 +17,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
-from vitlab.data.decoder import Shrink
-from vitlab.data.images import BrokenImage, decode
 from vitlab.data.labels import number_names
-from vitlab.data.packed_files import PackedFiles, file_state, open_unbuffered
+from vitlab.data.packed_files import PackedSource, file_state
 from vitlab.data.rng import Ints
 from vitlab.data.split_names import group_by_split
 from vitlab.errors import UserError
@@ -47,39 +42,22 @@ class FlatCopy:
         return len(self.index["label"])
 
 
-class ParquetSource:
+class ParquetSource(PackedSource):
     """The rows of parquet files, one after another."""
 
-    groups = None
-
     def __init__(self, files: list[str], copies: list[FlatCopy], labels: Ints, classes: tuple[str, ...]) -> None:
-        self.files, self.labels, self.classes = files, labels, classes
-        self.packed = PackedFiles([copy.path for copy in copies], open_copy)
-        self.starts: list[int] = np.cumsum([0] + [len(copy) for copy in copies]).tolist()
+        super().__init__([copy.path for copy in copies], labels, classes)
+        self.files = files
+        self.shard = np.repeat(np.arange(len(copies)), [len(copy) for copy in copies])
         self.offset, self.length, self.name_length = (
             np.concatenate([copy.index[key] for copy in copies]) for key in ("offset", "length", "name")
         )
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def _file(self, index: int) -> int:
-        return bisect.bisect_right(self.starts, index) - 1
-
     def name(self, index: int) -> str:
         size = int(self.name_length[index])
-        path = self.packed.read(self._file(index), int(self.offset[index]) - size, size).decode("utf-8", "replace")
+        path = self.read(int(self.shard[index]), int(self.offset[index]) - size, size).decode("utf-8", "replace")
         where = self.files[0] if len(self.files) == 1 else str(Path(self.files[0]).parent)
         return f"{where} row {index}" + (f" ({path})" if path else "")
-
-    def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
-        length = int(self.length[index])
-        try:
-            if length < 0:
-                raise BrokenImage("", "the row holds no bytes")
-            return decode(self.packed.image_bytes(self._file(index), int(self.offset[index]), length, ""), "", shrink)
-        except BrokenImage as error:
-            raise BrokenImage(self.name(index), error.why) from None
 
 
 def splits(files: Iterable[Path], root: Path) -> dict[str, ParquetSource]:
@@ -172,7 +150,3 @@ def make_copy(path: str, name: str) -> None:
     finally:
         for extension in ("bin", "npz"):
             Path(f"{part}.{extension}").unlink(missing_ok=True)
-
-
-def open_copy(path: str) -> io.FileIO:
-    return open_unbuffered(path, "copy of a parquet file")

@@ -87,7 +87,7 @@ class Sandbox:
         send(wire, {**to_json(request), "bytes": len(data), "shrink": shrink is not None}, data, deadline)
         answer = receive_header(wire, deadline)
         if "ask" in answer and shrink is not None:  # for the factor, which depends on the image's size
-            send(wire, {"factor": float(shrink(tuple(answer["ask"])))}, b"", deadline)
+            send(wire, {"factor": float(shrink(tuple(answer["ask"])))}, deadline=deadline)
             answer = receive_header(wire, deadline)
         if "fault" in answer:
             raise Undecodable(answer["fault"], answer["why"])
@@ -173,21 +173,23 @@ def launch(theirs: socket.socket, budget: Budget, nice: int) -> "subprocess.Pope
 # ---- messages
 
 
-def send(wire: socket.socket, header: dict[str, Any], data: bytes | bytearray, deadline: float | None) -> None:
+def send(
+    wire: socket.socket, header: dict[str, Any], data: bytes | bytearray = b"", deadline: float | None = None
+) -> None:
     wire.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
     text = json.dumps(header).encode()
     wire.sendall(LENGTH.pack(len(text)) + text)
     wire.sendall(data)
 
 
-def receive_header(wire: socket.socket, deadline: float | None) -> dict[str, Any]:
+def receive_header(wire: socket.socket, deadline: float | None = None) -> dict[str, Any]:
     (length,) = LENGTH.unpack(receive(wire, LENGTH.size, deadline))
     if length > MAX_HEADER_BYTES:
         raise EOFError
     return dict(json.loads(receive(wire, length, deadline)))
 
 
-def receive(wire: socket.socket, length: int, deadline: float | None) -> bytearray:
+def receive(wire: socket.socket, length: int, deadline: float | None = None) -> bytearray:
     data = bytearray(length)
     view, at = memoryview(data), 0
     while at < length:
@@ -225,8 +227,8 @@ def serve(file: int, cpu: int, memory: int, nice: int) -> None:
     limit_memory(memory)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            header = receive_header(wire, None)
-            data = receive(wire, header["bytes"], None)
+            header = receive_header(wire)
+            data = receive(wire, header["bytes"])
             limit_time(cpu)
             answer_request(wire, header, data, memory)
 
@@ -235,19 +237,19 @@ def answer_request(wire: socket.socket, header: dict[str, Any], data: bytearray,
     request = from_json(Wanted, {key: header[key] for key in ("formats", "most_pixels", "size", "preprocess")})
 
     def ask(size: Size) -> float:
-        send(wire, {"ask": size}, b"", None)
-        return float(receive_header(wire, None)["factor"])
+        send(wire, {"ask": size})
+        return float(receive_header(wire)["factor"])
 
     try:
         image = decode_bytes(data, ask if header["shrink"] else None, request.formats, request.most_pixels)
         if request.size is not None:
             image = frame_image(image, request.size, request.preprocess)
     except Undecodable as error:
-        send(wire, {"fault": error.fault, "why": error.why}, b"", None)
+        send(wire, {"fault": error.fault, "why": error.why})
     except MemoryError:
-        send(wire, {"fault": "broken", "why": too_much_memory(memory)}, b"", None)
+        send(wire, {"fault": "broken", "why": too_much_memory(memory)})
     else:
-        send(wire, {"width": image.width, "height": image.height}, b"", None)
+        send(wire, {"width": image.width, "height": image.height})
         for top, bottom in bands(image.size):
             wire.sendall(image.crop((0, top, image.width, bottom)).tobytes())
 

@@ -18,12 +18,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
-from vitlab.data.decoder import Shrink
-from vitlab.data.images import EXTENSIONS, decode
+from vitlab.data.images import EXTENSIONS
 from vitlab.data.labels import MAX_LABEL_LENGTH, MAX_TOTAL_LENGTH, are_too_many, number_names
-from vitlab.data.packed_files import MAX_OPEN, PackedFiles, file_state, open_unbuffered, short_digest
+from vitlab.data.packed_files import MAX_OPEN, PackedSource, file_state, open_unbuffered, short_digest
 from vitlab.data.rng import Ints
 from vitlab.data.split_names import group_by_split
 from vitlab.errors import UserError
@@ -41,29 +39,20 @@ def is_shards(spec: str) -> bool:
     return spec.startswith(PIPE) or spec.endswith(".tar")
 
 
-class ShardSource:
+class ShardSource(PackedSource):
     """Images inside tar files, by file, offset and length; `index` is that of `index_shards`."""
 
     def __init__(self, urls: list[str], index: dict[str, NDArray[Any]], labels: Ints, classes: tuple[str, ...]) -> None:
-        self.urls, self.labels, self.classes = urls, labels, classes
+        super().__init__(urls, labels, classes)
+        self.urls, self.keys = urls, index["key"]
         self.shard, self.offset, self.length = index["shard"], index["offset"], index["length"]
-        self.keys = index["key"]
-        self.packed = PackedFiles(urls, open_shard)
-
-    @property
-    def groups(self) -> Ints | None:
-        return self.shard if self.urls[0].startswith(PIPE) else None
-
-    def __len__(self) -> int:
-        return len(self.labels)
+        self.groups = self.shard if urls[0].startswith(PIPE) else None
 
     def name(self, index: int) -> str:
         return f"{self.urls[self.shard[index]]}: {self.keys[index].decode('utf-8', 'replace')}"
 
-    def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
-        name = self.name(index)
-        place = int(self.shard[index]), int(self.offset[index]), int(self.length[index])
-        return decode(self.packed.image_bytes(*place, name), name, shrink)
+    def open_file(self, path: str) -> io.FileIO:
+        return open_shard(path)
 
 
 def splits(spec: str) -> dict[str, ShardSource]:
@@ -220,9 +209,7 @@ def read_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 def open_shard(url: str) -> io.FileIO:
     """Open a shard; a piped one is fetched first."""
-    if url.startswith(PIPE):
-        return fetch(url)
-    return open_unbuffered(url, "shard")
+    return fetch(url) if url.startswith(PIPE) else open_unbuffered(url)
 
 
 def fetch(url: str) -> io.FileIO:

@@ -54,16 +54,27 @@ class Data:
         return {name: source for name, source in named.items() if source is not None}
 
 
-class ArraySource:
-    """Images held as one array (n, height, width, 3) of uint8."""
+class LabeledSource:
+    """What all sources share; subclasses read the images."""
 
-    groups = None
+    groups: Ints | None = None
 
-    def __init__(self, title: str, pixels: NDArray[np.uint8], labels: Ints, classes: tuple[str, ...]) -> None:
-        self.title, self.pixels, self.labels, self.classes = title, pixels, labels, classes
+    def __init__(self, labels: Ints, classes: tuple[str, ...]) -> None:
+        self.labels, self.classes = labels, classes
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def name(self, index: int) -> str:
+        raise NotImplementedError
+
+
+class ArraySource(LabeledSource):
+    """Images held as one array (n, height, width, 3) of uint8."""
+
+    def __init__(self, title: str, pixels: NDArray[np.uint8], labels: Ints, classes: tuple[str, ...]) -> None:
+        super().__init__(labels, classes)
+        self.title, self.pixels = title, pixels
 
     def name(self, index: int) -> str:
         return f"{self.title} {index}"
@@ -72,16 +83,13 @@ class ArraySource:
         return Image.fromarray(self.pixels[index])
 
 
-class Subset:
+class Subset(LabeledSource):
     """Some images of a source, by index."""
 
     def __init__(self, source: ImageSource, indices: Ints) -> None:
+        super().__init__(source.labels[indices], source.classes)
         self.source, self.indices = source, indices
-        self.classes, self.labels = source.classes, source.labels[indices]
         self.groups = None if source.groups is None else source.groups[indices]
-
-    def __len__(self) -> int:
-        return len(self.indices)
 
     def name(self, index: int) -> str:
         return self.source.name(int(self.indices[index]))

@@ -3,16 +3,12 @@
 import re
 from collections.abc import Iterable
 
-SPLIT_NAMES = {
-    "train": "train",
-    "training": "train",
-    "test": "test",
-    "testing": "test",
-    "val": "validation",
-    "valid": "validation",
-    "validation": "validation",
-    "dev": "validation",
+WORDS = {
+    "train": ("train", "training"),
+    "test": ("test", "testing"),
+    "validation": ("val", "valid", "validation", "dev"),
 }
+SPLIT_NAMES = {word: split for split, words in WORDS.items() for word in (split, *words)}
 _WORD = re.compile(rf"(?<![a-z])({'|'.join(sorted(SPLIT_NAMES, key=len, reverse=True))})(?![a-z])")
 
 

@@ -93,9 +93,8 @@ def class_warnings(data: Data) -> list[str]:
     for split, counts in (("training", train), ("test", test)):
         missing = [data.classes[i] for i in np.flatnonzero(counts == 0)]
         if missing:
-            warnings.append(
-                f"{len(missing)} of {len(data.classes)} classes have no {split} images: {name_some(missing)}"
-            )
+            share = f"{len(missing)} of {len(data.classes)} classes"
+            warnings.append(f"{share} have no {split} images: {name_some(missing)}")
     tiny = [data.classes[i] for i in np.flatnonzero((train > 0) & (train < FEW_IMAGES))]
     if tiny:
         warnings.append(f"{len(tiny)} classes have fewer than {FEW_IMAGES} training images: {name_some(tiny)}")
@@ -122,8 +121,8 @@ def image_warnings(summary: Summary) -> list[str]:
     return warnings
 
 
-def name_some(names: list[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (" …" if len(names) > most else "")
+def name_some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
 
 
 def tables(summary: Summary) -> Iterator[Table]:
@@ -156,11 +155,11 @@ def value_range(values: Ints) -> str:
 # ---- the contact sheet
 
 
-def contact_sheet(source: ImageSource, seed: int = 0) -> Image.Image:
+def contact_sheet(source: ImageSource) -> Image.Image:
     """An image with a row of random samples for each class, or for a dozen classes where there are more."""
     present = np.unique(source.labels)
     shown = present[np.unique(np.linspace(0, len(present) - 1, min(ROWS, len(present))).round().astype(int))]
-    order = keys(seed, SAMPLES, np.arange(len(source))).argsort()
+    order = keys(0, SAMPLES, np.arange(len(source))).argsort()
     step = CELL + GAP
     sheet = Image.new("RGB", (NAME_WIDTH + COLUMNS * step, len(shown) * step + GAP), "white")
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default()

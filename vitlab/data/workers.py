@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_convert
 
 from vitlab.data.decoder import Shrink
 from vitlab.data.images import BrokenImage
@@ -188,7 +188,7 @@ def read_chunks(
         reader,
         batch_sampler=requests,  # type: ignore[arg-type]  # pairs of numbers rather than numbers
         num_workers=workers,
-        collate_fn=_unchanged,
+        collate_fn=default_convert,  # leaves a Chunk as it is
         pin_memory=pin,
         prefetch_factor=ahead if workers else None,
         worker_init_fn=_handle_signals,
@@ -206,10 +206,6 @@ def read_chunks(
         raise (_lost_worker(getattr(chunks, "_workers", [])) or error) from None
     finally:
         del chunks  # ends the workers now, rather than when a traceback that holds this frame is let go
-
-
-def _unchanged(chunk: Any) -> Any:
-    return chunk
 
 
 def _handle_signals(number: int) -> None:
