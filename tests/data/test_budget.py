@@ -1,4 +1,4 @@
-"""No file takes more time or memory than its budget, and none stops the next one."""
+"""No file takes more time or memory than its budget, and none prevents reading the next one."""
 
 import io
 import os
@@ -56,7 +56,7 @@ def test_ordinary_photos_are_known_by_their_headers(kind: str, options: dict[str
 
 
 @pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "PPM", "TGA", "AVIF", "JPEG2000"])
-def test_other_kinds_say_little_of_their_cost(kind: str) -> None:
+def test_other_formats_have_no_known_cost(kind: str) -> None:
     assert read_header(wide(40, 30, kind)) is None
 
 
@@ -205,7 +205,7 @@ def test_killing_ends_the_work_at_once() -> None:
     assert faults == ["decoding it was stopped"]
 
 
-def test_a_long_thin_picture_is_not_blown_up() -> None:
+def test_a_long_thin_picture_is_not_enlarged() -> None:
     """Scaling all of 1 x 60,000 pixels to cover 224 x 224 would take 10 GB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for size in ((1, 60_000), (60_000, 1)):
@@ -216,7 +216,7 @@ def test_a_long_thin_picture_is_not_blown_up() -> None:
 # ---- files
 
 
-def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_special_files_are_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jpg")
     for path in (tmp_path / "a.jpg", Path("/dev/zero"), tmp_path):
         began = time.monotonic()
@@ -230,7 +230,7 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_file_of_gigabytes(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     with path.open("wb") as file:
-        file.truncate(3 << 30)  # takes no room on the disk
+        file.truncate(3 << 30)  # a sparse file
     with pytest.raises(BrokenImage, match="larger than 256 MB"):
         decode(path, "a.png")
 
@@ -240,13 +240,13 @@ def test_a_file_of_gigabytes(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_exif_that_cannot_be_read_is_ignored() -> None:
-    """Mutations of a real block, which a camera's bug or an editor could have made: the photo is a photo."""
+    """Mutations of a real block, as a camera's bug or an editor could have made: the photo is still read."""
     exif = Image.Exif()
     exif[0x0112], exif[0x010F], exif[0x9003] = 6, "maker", "2026:01:01 00:00:00"
     exif.get_ifd(0x8769)[0x9286] = b"comment"
     block = bytearray(b"Exif\0\0" + exif.tobytes()[6:] if exif.tobytes().startswith(b"Exif") else exif.tobytes())
     rng = np.random.default_rng(0)
-    for _ in range(1500):
+    for _ in range(500):
         odd = bytearray(block)
         for _ in range(int(rng.integers(1, 12))):
             odd[int(rng.integers(6, len(odd)))] = int(rng.integers(0, 256))
@@ -254,7 +254,7 @@ def test_exif_that_cannot_be_read_is_ignored() -> None:
             assert decode(wide(24, 20, kind, exif=bytes(odd)), "photo").size in ((24, 20), (20, 24))
 
 
-def test_both_ways_in_refuse_what_is_absurd() -> None:
+def test_both_entry_points_refuse_impossible_headers() -> None:
     with pytest.raises(Absurd):
         read_header(bombs.scans(64, 600))
     with pytest.raises(BrokenImage):

@@ -1,4 +1,4 @@
-"""Every common kind of image file becomes the same upright RGB picture."""
+"""Every common format becomes the same upright RGB image."""
 
 import io
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_cmyk() -> None:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation(orientation: int) -> None:
-    """A camera that lies on its side writes the turn into EXIF; undone by hand here."""
+    """A camera held sideways records that in EXIF; the expected rotation is written out here."""
     upright = np.asarray(picture(4))
     stored = {
         1: upright,
@@ -105,11 +105,11 @@ def test_shrunk_jpeg_keeps_its_picture_and_orientation() -> None:
         asked.append(size)
         return 3.0
 
-    whole = decode(io.BytesIO(buffer.getvalue()), "x")
+    full = decode(io.BytesIO(buffer.getvalue()), "x")
     small = decode(io.BytesIO(buffer.getvalue()), "x", shrink)
     assert asked == [(640, 400)]  # the upright size
-    assert (whole.size, small.size) == ((400, 640), (200, 320))  # never below a third
-    assert np.abs(np.asarray(whole.resize(small.size)).astype(int) - np.asarray(small)).mean() < 2
+    assert (full.size, small.size) == ((400, 640), (200, 320))  # never below a third
+    assert np.abs(np.asarray(full.resize(small.size)).astype(int) - np.asarray(small)).mean() < 2
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def test_broken_files_are_named(tmp_path: Path, data: bytes) -> None:
 
 
 def test_only_readers_of_pictures_see_a_file(tmp_path: Path) -> None:
-    """PostScript under a picture's name is not handed to the program that Pillow would start for it."""
+    """PostScript under an image's name is not passed to the program that Pillow would start for it."""
     disguised = tmp_path / "cat.jpg"
     disguised.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n")
     with Image.open(disguised) as seen:
-        assert seen.format == "EPS"  # as Pillow alone would have it
+        assert seen.format == "EPS"  # as Pillow alone would identify it
     with pytest.raises(BrokenImage, match="not an image of a known kind"):
         decode(disguised, "cat.jpg")

@@ -1,4 +1,4 @@
-"""Draws are pure functions of their key, and follow the distributions they name."""
+"""Random numbers are pure functions of their key, and follow the distributions they name."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tar shards: indexed once and read in any order; piped ones fetched as training comes to them."""
+"""Tar shards: indexed once and read in any order; piped ones fetched when training reaches them."""
 
 import pickle
 from pathlib import Path
@@ -28,10 +28,10 @@ def write(folder: Path, split: str, shards: int, each: int = 5) -> None:
 
 @pytest.mark.parametrize("form", ["{folder}", "{folder}/*.tar"])
 def test_local_shards(tmp_path: Path, form: str) -> None:
-    write(tmp_path / "test", "train", 2)  # a folder's own name says nothing of splits
+    write(tmp_path / "test", "train", 2)  # a folder's own name is not a split
     write(tmp_path / "test", "val", 1)
     (tmp_path / "test" / "classes.txt").write_text("ant\nbee\ncow\n")
-    for _ in range(2):  # the second time from the kept index
+    for _ in range(2):  # the second time from the cached index
         data = open_data(form.format(folder=tmp_path / "test"))
         assert data.classes == ("ant", "bee", "cow")
         assert data.train.labels.tolist() == [0, 1, 2, 0, 1] * 2
@@ -60,10 +60,10 @@ def test_a_changed_shard_is_indexed_anew(tmp_path: Path) -> None:
     assert len(data.train) + len(data.test) == 12
 
 
-def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+def test_problems_are_reported(tmp_path: Path) -> None:
     write(tmp_path, "train", 1)
-    whole = (tmp_path / "train-000000.tar").read_bytes()
-    (tmp_path / "cut.tar").write_bytes(whole[: len(whole) // 2 + 100])
+    content = (tmp_path / "train-000000.tar").read_bytes()
+    (tmp_path / "cut.tar").write_bytes(content[: len(content) // 2 + 100])
     with pytest.raises(UserError, match=r"cut.tar' cannot be read as a tar shard"):
         open_data(str(tmp_path / "cut.tar"))
     write_shard(tmp_path / "wrong.tar", [("a", encoded(picture(0)), "0"), ("b", encoded(picture(1)), "7")])
@@ -75,7 +75,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
 
 
 def test_piped_shards(tmp_path: Path, cache: Path) -> None:
-    """Shards come through a command; the order keeps few of them in use, and is exact after a restart too."""
+    """Shards come from a command; the order uses few of them at a time, and is the same after a restart."""
     write(tmp_path / "far", "shard", 24)
     data = open_data(f"pipe:cat {tmp_path}/far/shard-{{000000..000023}}.tar", holdout=0.2)
     assert len(data.train) + len(data.test) == 120

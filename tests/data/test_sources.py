@@ -50,7 +50,7 @@ def test_digits_are_scikit_learns() -> None:
 # ---- folders
 
 
-def test_folder_with_everything_people_put_there(tmp_path: Path) -> None:
+def test_folder_with_other_files(tmp_path: Path) -> None:
     write_folder(tmp_path, {"cat": 5, "dog": 10})
     (tmp_path / "cat" / "deep" / "deeper").mkdir(parents=True)
     picture(1).save(tmp_path / "cat" / "deep" / "deeper" / "LOUD.JPG", "JPEG")
@@ -90,7 +90,7 @@ def test_validation_is_kept_beside_a_test_split(tmp_path: Path) -> None:
     assert "validation" in data.note
 
 
-def test_unlabelled_test_images_are_not_a_test_split(tmp_path: Path) -> None:
+def test_unlabeled_test_images_are_not_a_test_split(tmp_path: Path) -> None:
     write_folder(tmp_path / "train", {"a": 10, "b": 10})
     write_folder(tmp_path, {"test": 4})
     data = open_data(str(tmp_path))
@@ -105,7 +105,7 @@ def test_imagenet_layout(tmp_path: Path) -> None:
     assert len(data.test) == 2
 
 
-# ---- what is wrong is said in a sentence
+# ---- errors
 
 
 def test_empty_folder(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_unknown_set() -> None:
         open_data("digitz")
 
 
-def test_missing_network_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_network_is_a_user_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
@@ -173,10 +173,10 @@ def test_holdout_leaves_every_class_an_image() -> None:
 
 
 def test_subsets_are_stratified_seeded_and_nested() -> None:
-    whole, tenth, half = (open_data("digits", seed=4, subset=share) for share in (1.0, 0.1, 0.5))
-    assert counts(tenth.train) == [round(0.1 * c) for c in counts(whole.train)]
-    assert names(tenth.train) < names(half.train) < names(whole.train)
-    assert names(tenth.test) == names(whole.test)
+    full, tenth, half = (open_data("digits", seed=4, subset=share) for share in (1.0, 0.1, 0.5))
+    assert counts(tenth.train) == [round(0.1 * c) for c in counts(full.train)]
+    assert names(tenth.train) < names(half.train) < names(full.train)
+    assert names(tenth.test) == names(full.test)
     assert names(open_data("digits", seed=4, subset=0.1).train) == names(tenth.train)
     assert names(open_data("digits", seed=5, subset=0.1).train) != names(tenth.train)
 
@@ -296,7 +296,7 @@ for name in ("some/set", "some/set@v1.0", "some/set@{old}"):
 
 
 def test_cifar10_from_files_as_torchvision_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reading is torchvision's; only its checksums are passed over, since these files are our own."""
+    """torchvision reads the files; only its checksums are skipped, since these files were made here."""
     import pickle
 
     import torchvision.datasets

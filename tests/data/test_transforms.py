@@ -88,7 +88,7 @@ def test_crops_lie_anywhere() -> None:
         assert stats.kstest(start[roomy] / free[roomy], "uniform").pvalue > 1e-4
 
 
-def test_an_area_that_cannot_fit_takes_the_whole_picture() -> None:
+def test_an_area_that_cannot_fit_uses_the_full_image() -> None:
     found = crop_boxes(MANY[:100], np.full(100, 30.0), (32, 32), Augment(area=(0.5, 1.0)), PLAIN)
     assert (found == [0, 0, 1, 1]).all()
 
@@ -138,7 +138,7 @@ def test_resize_crop_keeps_the_evaluations_scale(shape: tuple[int, int]) -> None
     assert (same - eval_image(picture(1, *shape), (32, 32), PLAIN)).abs().mean() < 0.03
 
 
-def test_augment_refuses() -> None:
+def test_invalid_augment_settings() -> None:
     for settings in (
         {"area": (0.0, 1.0)},
         {"mixup": 1.5},
@@ -214,10 +214,10 @@ def test_cutout_and_solarize_add() -> None:
 def test_randaugment_of_a_batch_is_that_of_its_images() -> None:
     pixels = torch.stack([torch.from_numpy(np.array(picture(i, 24, 24))).permute(2, 0, 1) for i in range(40)])
     key, augment = keys(2, 0, np.arange(40)), Augment(randaugment=(2, 9))
-    whole = randaugment(pixels, key, augment)
+    together = randaugment(pixels, key, augment)
     for i in range(40):
-        assert torch.equal(whole[i], randaugment(pixels[i : i + 1], key[i : i + 1], augment)[0])
-    assert sum(not torch.equal(a, b) for a, b in zip(whole, pixels, strict=True)) > 35
+        assert torch.equal(together[i], randaugment(pixels[i : i + 1], key[i : i + 1], augment)[0])
+    assert sum(not torch.equal(a, b) for a, b in zip(together, pixels, strict=True)) > 35
 
 
 # ---- mixing

@@ -3,12 +3,8 @@
 import re
 from collections.abc import Iterable
 
-WORDS = {
-    "train": ("train", "training"),
-    "test": ("test", "testing"),
-    "validation": ("val", "valid", "validation", "dev"),
-}
-SPLIT_NAMES = {word: split for split, words in WORDS.items() for word in (split, *words)}
+SYNONYMS = {"train": ["training"], "test": ["testing"], "validation": ["val", "valid", "dev"]}
+SPLIT_NAMES = {word: split for split, words in SYNONYMS.items() for word in (split, *words)}
 _WORD = re.compile(rf"(?<![a-z])({'|'.join(sorted(SPLIT_NAMES, key=len, reverse=True))})(?![a-z])")
 
 
