@@ -8,7 +8,6 @@ as fit into some minutes; where not even one fits, only the head learns.
 import dataclasses
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +16,12 @@ from vitlab.cost import Cost, cost
 from vitlab.data.images import BrokenImage
 from vitlab.data.source import Data, ImageSource, open_data
 from vitlab.data.summary import class_warnings, image_warnings, summarize
-from vitlab.data.transforms import Augment
 from vitlab.device import peak_flops, pick_device
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
 from vitlab.models.variants import Model, build, create, name_of
 from vitlab.text import duration
-from vitlab.training.recipe import Recipe, count_steps, evaluations, override
+from vitlab.training.recipe import Recipe, change, count_steps, evaluations, make_recipe, override
 from vitlab.training.recipes import DIGITS
 from vitlab.training.setup import free_bytes
 from vitlab.weights import load
@@ -63,7 +61,7 @@ def finetune_recipe(spec: str, start: str | None, pairs: list[str]) -> Advice:
     if model is None:
         recipe, why = from_scratch(data, spec)
         recipe = override(recipe, pairs)
-        model = create(recipe.model, classes=len(data.classes), **given(recipe))
+        model = create(recipe.model, classes=len(data.classes), image_size=recipe.image_size, **recipe.model_settings)
     else:
         recipe, why = from_weights(data, spec, weights, model, device)
         recipe = override(recipe, pairs)
@@ -116,15 +114,14 @@ def from_weights(data: Data, spec: str, weights: str | None, model: Model, devic
     if carries(paper, model, data, device):
         return paper, f"the paper's: SGD, batch 512, {paper.image_size[0]} px, lr 0.01, cosine"
     frozen = image_seconds(model, device, frozen=False) * n * EPOCHS[0] > PATIENCE
-    recipe = dataclasses.replace(
+    recipe = change(
         paper,
         image_size=model.config.image_size,
         freeze="body" if frozen else "none",
-        steps=None,
         epochs=EPOCHS[1],  # as many as there is time for: see fit_length
         batch=min(32, n),
         lr=HEAD_RATE if frozen else WHOLE_RATE,
-        augment=Augment(area=(0.3, 1.0)),
+        area=(0.3, 1.0),
         checkpoint_every=100,
     )
     what = "the head alone (all weights would take too long)" if frozen else "all weights"
@@ -136,10 +133,10 @@ def from_scratch(data: Data, spec: str) -> tuple[Recipe, str]:
     if spec == "digits":
         return DIGITS, "the built-in recipe of the digits"
     side = 64 if typical_side(data.train) >= 48 else 32
-    recipe = Recipe(
+    recipe = make_recipe(
         f"Ti/{side // 8}",
         spec,
-        (side, side),
+        image_size=(side, side),
         depth=6,
         width=96,
         mlp=192,
@@ -151,7 +148,9 @@ def from_scratch(data: Data, spec: str) -> tuple[Recipe, str]:
         weight_decay=0.05,
         clip=1.0,
         preprocess=Preprocess(crop=1.0),
-        augment=Augment(area=(0.5, 1.0), mixup=0.2, label_smoothing=0.1),
+        area=(0.5, 1.0),
+        mixup=0.2,
+        label_smoothing=0.1,
         checkpoint_every=200,
     )
     return recipe, f"a small model, AdamW, batch {recipe.batch}, lr {recipe.lr:g}, cosine, Mixup, label smoothing"
@@ -168,11 +167,6 @@ def fit_length(recipe: Recipe, model: Model, data: Data, device: torch.device, p
     if "warmup" not in keys:
         recipe = dataclasses.replace(recipe, warmup=min(recipe.warmup, count_steps(recipe, n) // 10))
     return recipe
-
-
-def given(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's settings as `create` takes them."""
-    return {key: value for key, value in recipe.model_settings().items() if value is not None}
 
 
 def typical_side(source: ImageSource) -> int:
