@@ -110,7 +110,7 @@ def test_tables_show_type_default_and_help() -> None:
 def test_each_part_of_a_pair_has_its_own_type() -> None:
     hints = {"pair": tuple[int, float]}
     assert parse_settings(["pair=2,9"], hints) == {"pair": (2, 9.0)}
-    with pytest.raises(UserError, match="pair must be an integer, not '2.5'"):
+    with pytest.raises(UserError, match=r"pair must be an integer, not '2\.5'"):
         parse_settings(["pair=2.5,9"], hints)
 
 

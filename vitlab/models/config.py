@@ -91,7 +91,7 @@ class ViTConfig:
             raise UserError(f"positions='none' has nothing to place; placement='{place}' is meaningless")
         if kind == "relative" and place != "stem":
             raise UserError(
-                f"positions='relative' lives inside every attention layer already; placement='{place}' is meaningless"
+                f"positions='relative' is part of every attention layer already; placement='{place}' is meaningless"
             )
         if kind == "sinusoidal" and place == "every":
             raise UserError("sinusoidal tables are fixed, so one per layer is the same as placement='shared'; use that")

@@ -36,7 +36,7 @@ SIZES = {
 STAGES = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3), 200: (3, 24, 36, 3)}
 # Stages of a stem with stride 32; for stride 16 the fourth stage's units move into the third.
 STEMS = {"R": (), "R26": (2, 2, 2, 2), "R50": STAGES[50]}
-ROOT_PATCH = 8  # the stem "R" is a root alone, under 8x8 patches: stride 32, though its public name says /16
+ROOT_PATCH = 8  # the stem "R" is a root alone, under 8x8 patches: stride 32, though its public name has /16
 
 LISTED = (
     *("Ti/16", "S/16", "S/32", "B/16", "B/32", "L/16", "L/32", "H/14", "g/14"),
