@@ -73,7 +73,7 @@ def write_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_path(path: Path, folder: bool) -> Iterator[Path]:
-    """A temporary path to write a file or a folder to; it is renamed to `path` at the end, or removed after an error."""
+    """A temporary path to write a file or a folder to; renamed to `path` at the end, or removed after an error."""
     if path.exists():
         raise UserError(f"{path} exists; remove it or name another place")
     place = path.with_name(f".{secrets.token_hex(4)}.{path.name}")  # keeps the ending, which names the kind of file

@@ -157,7 +157,7 @@ def from_scratch(data: Data, spec: str) -> tuple[Recipe, str]:
 
 
 def fit_length(recipe: Recipe, model: Model, data: Data, device: torch.device, pairs: list[str]) -> Recipe:
-    """As many epochs as the time limit allows, unless the user has set them; warm-up takes at most a tenth of the run."""
+    """As many epochs as the time limit allows, unless the user set them; the warm-up is at most a tenth of the run."""
     keys = {pair.partition("=")[0] for pair in pairs}
     n = len(data.train)
     if recipe.epochs is not None and not keys & {"epochs", "steps"}:
@@ -251,7 +251,7 @@ def data_warnings(data: Data, spec: str) -> list[str]:
         return warnings + image_warnings(summarize(data))
     return [
         *warnings,
-        f"the set is large: whether images are in two splits was not checked (`vitlab data {spec}` does)",
+        f"a large set: whether images are in two splits was not checked (`vitlab data {spec}` does)",
     ]
 
 
