@@ -36,13 +36,15 @@ from vitlab.report.describe import count, how, model_name
 from vitlab.report.history import read_history, spent
 from vitlab.report.images import MOST, worst_mistakes
 from vitlab.training.loop import train
-from vitlab.training.recipe import Recipe
+from vitlab.training.recipe import make_recipe
 from vitlab.training.trust import remember
 
 VITLAB = Path(sys.executable).with_name("vitlab")
 CHROMIUM = Path("/usr/bin/chromium")
-SMALL = Recipe(
-    *("Ti/2", "digits", (8, 8)),
+SMALL = make_recipe(
+    "Ti/2",
+    "digits",
+    image_size=(8, 8),
     depth=2,
     width=32,
     mlp=64,

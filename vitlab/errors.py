@@ -2,7 +2,7 @@
 
 
 class UserError(ValueError):
-    """A mistake the user can mend; its message is one sentence that says how."""
+    """An error that the user can fix; its message is one line that names the cause and the fix."""
 
 
 class Stopped(Exception):

@@ -19,9 +19,9 @@ JSON_LIMIT = 10_000_000  # bytes; the header of a file with 1,000 tensors has so
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """A JSON object with no key twice and no number that is none."""
+    """A JSON object without duplicate keys, NaN or infinity, or UserError."""
     if len(text) > JSON_LIMIT:
-        raise UserError(f"{where} is {len(text):,} bytes long, beyond any model's {JSON_LIMIT:,}")
+        raise UserError(f"{where} is {len(text):,} bytes long, above the limit of {JSON_LIMIT:,}")
     try:
         data = json.loads(text.decode(), object_pairs_hook=_distinct, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are both ValueErrors
@@ -33,14 +33,14 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     if path.stat().st_size > JSON_LIMIT:
-        raise UserError(f"{path} is longer than any model's description")
+        raise UserError(f"{path} is longer than any valid file of its kind")
     return parse_json(path.read_bytes(), str(path))
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) != len(pairs):
-        raise ValueError("a key stands in it twice")
+        raise ValueError("a key occurs twice")
     return data
 
 
@@ -49,7 +49,7 @@ def _no_constant(word: str) -> float:
 
 
 def fsync(path: Path) -> None:
-    """Make a file or a folder's list of names outlive a power cut."""
+    """Force a file, or a folder's list of names, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -64,7 +64,7 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """A full disk or a forbidden folder is the user's to mend."""
+    """Report a full disk or a forbidden folder as a UserError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -73,7 +73,7 @@ def write_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_path(path: Path, folder: bool) -> Iterator[Path]:
-    """A place to write a file or a folder to; it appears at `path` at once, or, after an error, not at all."""
+    """A temporary path to write a file or a folder to; renamed to `path` at the end, or removed after an error."""
     if path.exists():
         raise UserError(f"{path} exists; remove it or name another place")
     place = path.with_name(f".{secrets.token_hex(4)}.{path.name}")  # keeps the ending, which names the kind of file
@@ -97,7 +97,7 @@ def largest_number(data: object) -> int:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A file, whole or not at all."""
+    """Write a text file atomically: complete, or not at all."""
     new = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

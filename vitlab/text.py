@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 
 def valid_text(text: str) -> str:
-    """A name that any file can hold: lone surrogates, from names in no encoding, are spelt out."""
+    """Text that can be encoded: lone surrogates, from undecodable file names, become escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -14,12 +14,12 @@ def listed(values: Iterable[object]) -> str:
 
 
 def brief(error: BaseException) -> str:
-    """One line of what another library says."""
+    """The first line of another library's error message."""
     return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: 42 s, 3 min, 2.5 h, 4 days."""
+    """Seconds in a readable unit: 42 s, 3 min, 2.5 h, 4 days."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 90 * 60:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import vitlab
+from vitlab.errors import UserError
 from vitlab.models.config import StemConfig
 from vitlab.models.variants import LISTED, SIZES, STAGES, Model, configure, name_of
 
@@ -147,8 +148,8 @@ def test_bad_names_and_settings_get_one_sentence(name: str, settings: dict[str, 
 
 
 def test_misspelt_setting_is_refused() -> None:
-    with pytest.raises(TypeError, match="dropot"):
-        vitlab.create("Ti/16", dropot=0.1)  # type: ignore[call-arg]
+    with pytest.raises(UserError, match="'dropot'; did you mean 'dropout'"):
+        vitlab.create("Ti/16", dropot=0.1)
 
 
 @pytest.mark.parametrize("name", [*LISTED, "Ti/8", "H/16"])

@@ -1,6 +1,5 @@
 """Small runs for the tests, and what two runs must have in common."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ from safetensors.torch import load_file
 
 from vitlab.data.transforms import Augment
 from vitlab.training.loop import TrainResult, train
-from vitlab.training.recipe import Recipe
+from vitlab.training.recipe import Recipe, change, make_recipe
 
 # Everything that draws or averages is on: dropout, stochastic depth, crops, Mixup, Polyak.
-SMALL = Recipe(
+SMALL = make_recipe(
     "Ti/4",
     "digits",
-    (8, 8),
+    image_size=(8, 8),
     depth=2,
     width=16,
     mlp=32,
@@ -41,7 +40,7 @@ SMALL = Recipe(
 
 
 def go(out: Path, *, resume: bool = False, recipe: Recipe = SMALL, **changes: Any) -> TrainResult:
-    recipe = dataclasses.replace(recipe, **changes)
+    recipe = change(recipe, **changes)
     return train(recipe, out, resume=resume, console=Console(quiet=True))
 
 

@@ -53,7 +53,7 @@ def test_where_time_is_short_only_the_head_learns(
     advice = finetune_recipe(photos(tmp_path / "p", {"a": 30, "b": 30}), weights, ["device=cpu"])
     assert advice.recipe.freeze == "body"
     seen = round((advice.recipe.epochs or 0) * 48 / 32) * 32
-    assert 5.0 * seen <= auto.PATIENCE
+    assert 5.0 * seen <= auto.TIME_LIMIT
     assert advice.seconds == 5.0 * seen + 5.0 * 12 * (seen // 24)  # 12 test images for every 24 of training
 
 
@@ -64,10 +64,10 @@ def test_what_the_user_says_goes_first(tmp_path: Path, weights: str) -> None:
     assert r.warmup <= 1
 
 
-def test_the_papers_recipe_where_the_machine_carries_it(
+def test_the_papers_recipe_where_the_machine_can_run_it(
     tmp_path: Path, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "carries", lambda *_: True)
+    monkeypatch.setattr(auto, "can_run_paper", lambda *_: True)
     r = finetune_recipe(photos(tmp_path / "p", {"a": 30, "b": 30}), weights, ["device=cpu"]).recipe
     assert (r.batch, r.image_size, r.steps, r.optimizer, r.clip) == (512, (384, 384), 500, "sgd", 1.0)
 

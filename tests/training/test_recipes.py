@@ -11,8 +11,8 @@ from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
 from vitlab.models.variants import build, configure
 from vitlab.settings import from_json, to_json
-from vitlab.training.recipe import Recipe, override, resolved
-from vitlab.training.recipes import AUGREG, GFLOPS, RECIPES, command, find, length, operations, ready, run_flops
+from vitlab.training.recipe import Recipe, change, override, resolve_length
+from vitlab.training.recipes import AUGREG, GFLOPS, RECIPES, check_ready, command, find, length, operations, run_flops
 
 # The paper's table 3, written out: name, epochs, base LR, decay, weight decay, dropout.
 PRETRAINING = """
@@ -52,7 +52,7 @@ def test_pretraining_is_the_papers_table(row: list[str]) -> None:
     r = find(name).recipe
     assert r.model == name.rsplit("-jft")[0].rsplit("-i21k")[0].rsplit("-imagenet")[0]
     assert (r.epochs, r.lr, r.decay) == (float(epochs), float(lr), decay)
-    assert (r.weight_decay, r.dropout or 0) == (float(weight_decay), float(dropout))
+    assert (r.weight_decay, r.model_settings.get("dropout", 0)) == (float(weight_decay), float(dropout))
     assert (r.batch, r.image_size, r.warmup) == (4096, (224, 224), 10_000)
     assert (r.optimizer, r.beta1, r.beta2) == ("adamw", 0.9, 0.999)
     assert r.clip == (1.0 if "imagenet" in name else 0.0)
@@ -86,7 +86,9 @@ def test_large_models_at_high_resolution_are_averaged() -> None:
 
 
 def test_augreg_levels() -> None:
-    levels = {name: (a.mixup, *a.randaugment) for name, a in AUGREG.items()}
+    base = find("digits").recipe
+    made = {name: override(change(base, augment=Augment()), text.split()).augment for name, text in AUGREG.items()}
+    levels = {name: (a.mixup, *a.randaugment) for name, a in made.items()}
     assert levels == {
         "none": (0, 0, Augment().randaugment[1]),
         "light1": (0, 2, 0),
@@ -102,7 +104,7 @@ def test_augreg_levels() -> None:
 def test_every_recipe_builds_and_goes_through_json(name: str) -> None:
     recipe = find(name).recipe
     assert from_json(Recipe, json.loads(json.dumps(to_json(recipe)))) == recipe
-    configure(recipe.model, recipe.model_settings() | {"classes": 10})
+    configure(recipe.model, recipe.model_settings | {"image_size": recipe.image_size, "classes": 10})
     assert name in command(name)
     assert operations(run_flops(recipe))
     assert length(recipe)
@@ -111,7 +113,8 @@ def test_every_recipe_builds_and_goes_through_json(name: str) -> None:
 @pytest.mark.parametrize("key", [("Ti/2", 8), ("S/8", 64), ("S/32", 224), ("B/16", 384), ("R50x1", 224)])
 def test_costs_are_those_of_the_models(key: tuple[str, int]) -> None:
     recipe = next(e.recipe for e in RECIPES.values() if (e.recipe.model, e.recipe.image_size[0]) == key)
-    found = cost(lambda: build(configure(recipe.model, recipe.model_settings() | {"classes": 1000}))).forward_flops
+    settings = recipe.model_settings | {"image_size": recipe.image_size, "classes": 1000}
+    found = cost(lambda: build(configure(recipe.model, settings))).forward_flops
     assert found / 1e9 == pytest.approx(GFLOPS[key], rel=0.01)
 
 
@@ -175,20 +178,20 @@ def test_names_are_guessed() -> None:
 
 def test_what_only_the_user_has_is_asked_for() -> None:
     with pytest.raises(UserError, match="data=SOURCE"):
-        ready("B/16-jft", find("B/16-jft").recipe)
+        check_ready("B/16-jft", find("B/16-jft").recipe)
     with pytest.raises(UserError, match="weights=FILE"):
-        ready("cifar10-finetune", find("cifar10-finetune").recipe)
+        check_ready("cifar10-finetune", find("cifar10-finetune").recipe)
     given: dict[str, Any] = {"weights": "x.npz"}
     recipe = dataclasses.replace(find("cifar10-finetune").recipe, **given)
-    assert ready("cifar10-finetune", recipe) is recipe
+    assert check_ready("cifar10-finetune", recipe) is recipe
 
 
 def test_resolution_counts_steps() -> None:
-    r = resolved(find("B/16-imagenet").recipe, images=1_281_167, tests=50_000, world=8)
+    r = resolve_length(find("B/16-imagenet").recipe, images=1_281_167, tests=50_000, world=8)
     assert r.steps == round(300 * 1_281_167 / 4096)
     assert r.epochs is None
     assert r.evaluate_every == -(-r.steps // 10)
-    short = resolved(find("digits").recipe, images=1198, tests=10**6, world=1)
+    short = resolve_length(find("digits").recipe, images=1198, tests=10**6, world=1)
     assert short.evaluate_every == short.steps  # a large test set is not gone through ten times for a small run
     with pytest.raises(UserError, match="multiple of 3"):
-        resolved(find("B/16-imagenet").recipe, images=1_281_167, tests=50_000, world=3)
+        resolve_length(find("B/16-imagenet").recipe, images=1_281_167, tests=50_000, world=3)

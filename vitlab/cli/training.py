@@ -64,7 +64,7 @@ def train(
     with stoppable(EARLY):
         from vitlab.training.parallel import restarted
         from vitlab.training.recipe import override
-        from vitlab.training.recipes import find, ready
+        from vitlab.training.recipes import check_ready, find
         from vitlab.training.setup import continued_recipe
 
         pairs, resume = settings or [], resume or restarted()
@@ -74,7 +74,7 @@ def train(
                 raise UserError("name a recipe, as in `vitlab train digits`; `vitlab recipes` lists them")
             run_recipe(stored, out, resume, accept)
         else:
-            run_recipe(ready(recipe, override(find(recipe).recipe, pairs)), out, resume, accept)
+            run_recipe(check_ready(recipe, override(find(recipe).recipe, pairs)), out, resume, accept)
 
 
 @app.command(

@@ -7,7 +7,7 @@ Shapes: n images, h and w the input's height and width.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from vitlab.data.rng import CROP, FLIP, Floats, Keys, uniforms
 from vitlab.device import send
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
-from vitlab.settings import check_rate, check_types
+from vitlab.settings import RATE, Range, check_types
 
 Crop = Literal["inception", "resize", "none"]
 
@@ -32,24 +32,18 @@ REDUCING_GAP = 2.0  # an image may first be reduced cheaply to this many times i
 class Augment:
     """What training does to images and labels."""
 
-    crop: Crop = "inception"  # "resize": the evaluation's scale at a random place; "none": its center
-    area: tuple[float, float] = (0.05, 1.0)  # least and largest share of the picture an inception crop keeps
-    flip: bool = True
-    randaugment: tuple[int, float] = (0, 10.0)  # operations per image and their magnitude; 0: none
-    mixup: float = 0.0  # alpha of the Beta distribution; 0: none
-    cutmix: float = 0.0  # with both, each pair of images draws one of the two
-    label_smoothing: float = 0.0
+    crop: Annotated[Crop, "inception: a random part; resize: evaluation's scale, placed at random; none"] = "inception"
+    area: Annotated[tuple[float, float], "least and largest share of the picture in an inception crop"] = (0.05, 1.0)
+    flip: Annotated[bool, "mirror half of the images"] = True
+    randaugment: Annotated[tuple[int, float], Range(0), "operations per image and their magnitude; 0: none"] = (0, 10.0)
+    mixup: Annotated[float, Range(0, 1), "alpha of the Beta distribution; 0: none"] = 0.0
+    cutmix: Annotated[float, Range(0, 1), "likewise; with both, each pair of images draws one of the two"] = 0.0
+    label_smoothing: Annotated[float, RATE, "share of the target spread over all classes"] = 0.0
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_rate(self, "label_smoothing")
         if not 0 < self.area[0] <= self.area[1] <= 1:
             raise UserError(f"area must be a least and a largest share between 0 and 1, not {self.area}")
-        if min(self.randaugment) < 0:
-            raise UserError(f"randaugment must be operations and magnitude of 0 or more, not {self.randaugment}")
-        for name in ("mixup", "cutmix"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
 
 
 def eval_image(image: Image.Image, size: Size, preprocess: Preprocess) -> Tensor:

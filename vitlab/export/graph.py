@@ -151,7 +151,7 @@ class AnyViT(nn.Module):
         m = self.model
         x = m.embed(images if m.stem is None else m.stem(images))  # (B, D, h, w)
         self.place.h, self.place.w = x.shape[2:]
-        features = m.pooled(m.encode(x.flatten(2).transpose(1, 2)))
+        features = m.pool_tokens(m.encode(x.flatten(2).transpose(1, 2)))
         return features if m.head is None else m.head(features)
 
 

@@ -8,7 +8,7 @@ from vitlab.models.config import Preprocess
 
 @dataclass(frozen=True)
 class Card:
-    """What travels with weights beside the config."""
+    """Preprocessing, class names and provenance of a model: `model.card`, saved and loaded with the weights."""
 
     preprocess: Preprocess = field(default_factory=Preprocess)
     labels: tuple[str, ...] | None = None

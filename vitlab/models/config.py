@@ -1,10 +1,10 @@
 """What a model is, as data: frozen dataclasses whose values are checked once. Nothing here imports torch."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from vitlab.errors import UserError
-from vitlab.settings import at_least, check_positive, check_rate, check_types, is_list
+from vitlab.settings import POSITIVE, RATE, Range, check_types, is_list
 from vitlab.text import listed
 
 Pool = Literal["token", "mean", "attention"]
@@ -18,23 +18,24 @@ Fit = Literal["crop", "stretch"]
 Size = tuple[int, int]
 Color = tuple[float, float, float]
 
-# What a settings file from a stranger may ask for; without bounds one number in it takes all memory.
+# Limits for configs from untrusted files: without them one number could take all memory.
 LARGEST_SIDE = 8192  # of the model's input, in pixels
-LEAST_CROP, LEAST_STD = 0.1, 1e-4
-MOST_CLASSES = 1_000_000
-MOST = {"patch": LARGEST_SIDE, "depth": 1000, "width": 1 << 16, "mlp": 1 << 20, "heads": 1 << 16}
-MOST |= {"classes": MOST_CLASSES, "prelogits": 1 << 16}
+MOST_LAYERS, MOST_WIDTH, MOST_CLASSES = 1000, 1 << 16, 1_000_000
+
+Classes = Annotated[int, Range(0, MOST_CLASSES), "classes of the head; 0: no head, the model returns its features"]
+ImageSize = Annotated[Size, "height and width of the input in pixels; one number for a square"]
 
 
 @dataclass(frozen=True)
 class StemConfig:
     """The hybrid's ResNet stem: a root (stride 4), then stages of post-activation bottlenecks."""
 
-    stages: tuple[int, ...]
-    width: int = 64
-    standardize: Standardize = "sigma"  # (w - mean) / (sigma + eps), or / sqrt(variance + eps)
-    standardize_eps: float = 1e-5
-    norm_eps: float = 1e-6
+    stages: Annotated[tuple[int, ...], "units of each stage"]
+    width: Annotated[int, Range(most=MOST_WIDTH), "channels of the root"] = 64
+    # (w - mean) / (sigma + eps), or (w - mean) / sqrt(variance + eps)
+    standardize: Annotated[Standardize, "what weight standardization divides by"] = "sigma"
+    standardize_eps: Annotated[float, POSITIVE, "eps of the weight standardization"] = 1e-5
+    norm_eps: Annotated[float, POSITIVE, "eps of the group norms"] = 1e-6
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -53,34 +54,26 @@ class StemConfig:
 class ViTConfig:
     """A Vision Transformer: plain, hybrid (with a stem) or axial."""
 
-    image_size: Size
-    patch: int  # side of a patch, in pixels, or in cells of the stem's map
-    depth: int
-    width: int
-    mlp: int
-    heads: int
-    classes: int = 1000  # 0: no head, the model returns its features
-    stem: StemConfig | None = None
-    pool: Pool = "token"
-    prelogits: int = 0  # width of the tanh layer before the head; 0: none
-    positions: PositionKind = "1d"
-    placement: Placement = "stem"
-    attention: AttentionKind = "full"
-    gelu: Gelu = "exact"
-    norm_eps: float = 1e-6
-    dropout: float = 0.0
-    drop_path: float = 0.0  # stochastic depth: rate of the last layer, growing linearly from 0
+    image_size: ImageSize
+    patch: Annotated[int, Range(1, LARGEST_SIDE), "side of a patch, in pixels, or in cells of the stem's map"]
+    depth: Annotated[int, Range(1, MOST_LAYERS), "transformer layers"]
+    width: Annotated[int, Range(1, MOST_WIDTH), "width of the tokens"]
+    mlp: Annotated[int, Range(1, 1 << 20), "width of the MLPs' hidden layer"]
+    heads: Annotated[int, Range(1, MOST_WIDTH), "attention heads; they divide the width"]
+    classes: Classes = 1000
+    stem: Annotated[StemConfig | None, "ResNet before the patches, for a hybrid"] = None
+    pool: Annotated[Pool, "what the head sees: the class token, the mean of the tokens, or attention pooling"] = "token"
+    prelogits: Annotated[int, Range(0, MOST_WIDTH), "width of the tanh layer before the head; 0: none"] = 0
+    positions: Annotated[PositionKind, "kind of position embedding"] = "1d"
+    placement: Annotated[Placement, "where positions are added: once, at every layer, or one table shared"] = "stem"
+    attention: Annotated[AttentionKind, "full attention, or axial: along rows, then along columns"] = "full"
+    gelu: Annotated[Gelu, "exact GELU or its tanh approximation"] = "exact"
+    norm_eps: Annotated[float, POSITIVE, "eps of the layer norms"] = 1e-6
+    dropout: Annotated[float, RATE, "dropout rate after every dense layer but qkv"] = 0.0
+    drop_path: Annotated[float, RATE, "stochastic depth: rate of the last layer, growing linearly from 0"] = 0.0
 
     def __post_init__(self) -> None:
         check_types(self)
-        for field in ("patch", "depth", "width", "mlp", "heads"):
-            at_least(self, field, 1)
-        at_least(self, "classes", 0)
-        at_least(self, "prelogits", 0)
-        not_huge(self, *MOST)
-        check_positive(self, "norm_eps")
-        check_rate(self, "dropout")
-        check_rate(self, "drop_path")
         if self.width % self.heads:
             fit = [h for h in range(1, min(self.width, 1024) + 1) if self.width % h == 0]
             near = sorted(sorted(fit, key=lambda h: abs(h - self.heads))[:3])
@@ -98,7 +91,7 @@ class ViTConfig:
             raise UserError(f"positions='none' has nothing to place; placement='{place}' is meaningless")
         if kind == "relative" and place != "stem":
             raise UserError(
-                f"positions='relative' lives inside every attention layer already; placement='{place}' is meaningless"
+                f"positions='relative' is part of every attention layer already; placement='{place}' is meaningless"
             )
         if kind == "sinusoidal" and place == "every":
             raise UserError("sinusoidal tables are fixed, so one per layer is the same as placement='shared'; use that")
@@ -132,21 +125,19 @@ class ViTConfig:
 class ResNetConfig:
     """A BiT ResNet: pre-activation bottlenecks, group norm, weight-standardized convolutions."""
 
-    image_size: Size
-    stages: tuple[int, ...]
-    width: int = 64  # channels of the root; 64 times the width factor
-    classes: int = 1000
-    standardize: Standardize = "variance"
-    standardize_eps: float = 1e-10
-    norm_eps: float = 1e-5
+    image_size: ImageSize
+    stages: Annotated[tuple[int, ...], "units of each stage"]
+    width: Annotated[int, Range(most=MOST_WIDTH), "channels of the root: 64 times the width factor"] = 64
+    classes: Classes = 1000
+    standardize: Annotated[Standardize, "what weight standardization divides by"] = "variance"
+    standardize_eps: Annotated[float, POSITIVE, "eps of the weight standardization"] = 1e-10
+    norm_eps: Annotated[float, POSITIVE, "eps of the group norms"] = 1e-5
 
     def __post_init__(self) -> None:
         check_types(self)
         check_stages(self)
         if not self.stages:
             raise UserError("a ResNet needs at least one stage")
-        at_least(self, "classes", 0)
-        not_huge(self, "classes")
         check_size(self.image_size, 1)
 
     @property
@@ -172,21 +163,15 @@ ModelConfig = ViTConfig | ResNetConfig
 class Preprocess:
     """How a photo becomes the model's input; it travels with the weights."""
 
-    mean: Color = (0.5, 0.5, 0.5)
-    std: Color = (0.5, 0.5, 0.5)
-    interpolation: Interpolation = "bilinear"
-    fit: Fit = "crop"  # scale to cover and cut the center, or stretch to the size whatever the shape
-    crop: float = 0.875  # with fit="crop": the share of the scaled image that the center keeps
+    mean: Annotated[Color, Range(-255, 255), "subtracted from each channel's values from 0 to 1"] = (0.5, 0.5, 0.5)
+    std: Annotated[Color, Range(1e-4, 255), "divides each channel after that"] = (0.5, 0.5, 0.5)
+    interpolation: Annotated[Interpolation, "filter for scaling photos"] = "bilinear"
+    fit: Annotated[Fit, "scale to cover the input and crop the center, or stretch to its shape"] = "crop"
+    # a photo is scaled to size / crop before its center is cut out, so small shares cost memory
+    crop: Annotated[float, Range(0.1, 1), "with fit=crop: share of the scaled photo that the center keeps"] = 0.875
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_positive(self, "std")
-        if not LEAST_CROP <= self.crop <= 1:  # a photo is scaled to size / crop before its center is cut
-            raise UserError(f"crop must be at least {LEAST_CROP} and at most 1, not {self.crop}")
-        if not all(-255 <= value <= 255 for value in self.mean):
-            raise UserError(f"mean must be three numbers from -255 to 255, not {self.mean}")
-        if not all(LEAST_STD <= value <= 255 for value in self.std):
-            raise UserError(f"std must be three numbers from {LEAST_STD} to 255, not {self.std}")
 
 
 def as_size(size: object) -> Size:
@@ -218,17 +203,9 @@ def check_size(size: Size, stride: int) -> None:
 
 
 def check_stages(config: StemConfig | ResNetConfig) -> None:
-    check_positive(config, "norm_eps", "standardize_eps")
     if any(units < 1 for units in config.stages):
         raise UserError(f"every stage needs at least one unit, not {config.stages}")
-    if len(config.stages) > 10 or sum(config.stages) > MOST["depth"]:
-        raise UserError(f"a ResNet has at most 10 stages and {MOST['depth']} units")
+    if len(config.stages) > 10 or sum(config.stages) > MOST_LAYERS:
+        raise UserError(f"a ResNet has at most 10 stages and {MOST_LAYERS} units")
     if config.width < 1 or config.width % 32:
         raise UserError(f"a ResNet's width must be a multiple of its 32 norm groups, not {config.width}")
-    not_huge(config, "width")
-
-
-def not_huge(config: object, *fields: str) -> None:
-    for field in fields:
-        if getattr(config, field) > MOST[field]:
-            raise UserError(f"{field} must be at most {MOST[field]:,}, not {getattr(config, field):,}")

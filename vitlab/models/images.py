@@ -1,4 +1,4 @@
-"""What every model says of images it cannot take."""
+"""The check that every model makes of its input."""
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from vitlab.models.config import Size
 
 
 def check_images(images: Tensor, size: Size, weight: Tensor) -> None:
+    """Raise UserError unless images are RGB floats (B, 3, height, width) of the size, dtype and device expected."""
     if not isinstance(images, Tensor):
         raise UserError(f"images must be a tensor, (batch, 3, height, width), not {type(images).__name__}")
     if images.ndim != 4 or images.shape[1] != 3:

@@ -36,14 +36,14 @@ def meta_model(config: ModelConfig) -> Model:
         with torch.device("meta"), Uninitialized():
             return build(config)
     except (RuntimeError, OverflowError) as error:  # sizes whose product no machine can count
-        raise UserError(f"no model can be as large as this one says it is: {brief(error)}") from None
+        raise UserError(f"the config describes a model larger than any machine can hold: {brief(error)}") from None
 
 
 def fill_model(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Model:
-    """A model that holds these very tensors, in eval mode."""
+    """A model that holds the given tensors, without copies, in eval mode."""
     model = meta_model(config)
     model.load_state_dict(dict(tensors), assign=True)
     for module in model.modules():
-        if isinstance(module, Relative):  # a table of where to look, which no file holds
+        if isinstance(module, Relative):  # an index that no file holds
             module.index = offset_index(model.config.grid, len(module.token) > 0)
     return model.eval()

@@ -1,4 +1,4 @@
-"""Where a patch is: learned 1-D and 2-D tables, fixed sinusoids, relative offsets; and how each changes resolution.
+"""Position embeddings: learned 1-D and 2-D tables, fixed sinusoids, relative offsets; and how each changes resolution.
 
 Shapes: N tokens (h*w patches, and a class token where there is one), D width, H heads, K head width,
 T tables (one, or one per layer).
@@ -36,8 +36,8 @@ def resample(grid: Tensor, size: Size, mode: Resample = "bilinear") -> Tensor:
     return new.permute(0, 2, 3, 1).reshape(*lead, *size, d).contiguous()
 
 
-def renewed(old: nn.Parameter, new: Tensor) -> nn.Parameter:
-    """A parameter of another shape in place of one; a frozen one stays frozen."""
+def replace_parameter(old: nn.Parameter, new: Tensor) -> nn.Parameter:
+    """A parameter with other values, of any shape; a frozen one stays frozen."""
     return nn.Parameter(new.detach(), requires_grad=old.requires_grad)
 
 
@@ -70,7 +70,7 @@ class Table(nn.Module):
         lead, rows = self.table[:, : self.token], self.table[:, self.token :]
         rows = rows.reshape(rows.shape[0], *self.grid, -1)
         new = torch.cat([lead, resample(rows, grid, mode).flatten(1, 2)], 1).detach()
-        self.table = renewed(self.table, new) if isinstance(self.table, nn.Parameter) else new
+        self.table = replace_parameter(self.table, new) if isinstance(self.table, nn.Parameter) else new
         self.grid = grid
 
 
@@ -95,15 +95,15 @@ class Axes(nn.Module):
 
     def resize(self, grid: Size, mode: Resample) -> None:
         h, w = grid
-        self.rows = renewed(self.rows, resample(self.rows[:, :, None], (h, 1), mode)[:, :, 0])
-        self.columns = renewed(self.columns, resample(self.columns[:, None], (1, w), mode)[:, 0])
+        self.rows = replace_parameter(self.rows, resample(self.rows[:, :, None], (h, 1), mode)[:, :, 0])
+        self.columns = replace_parameter(self.columns, resample(self.columns[:, None], (1, w), mode)[:, 0])
 
 
 class Relative(nn.Module):
     """Logits of the content query against an embedding of each (query, key) offset.
 
     The paper's offsets are 1-D; these are 2-D, (2h-1)(2w-1) of them, so that they can be resampled. The class
-    token has three rows: its view of itself, its view of a patch, a patch's view of it.
+    token has three rows: token to itself, token to patch, patch to token.
     """
 
     index: Tensor
@@ -126,7 +126,7 @@ class Relative(nn.Module):
 
     def resize(self, grid: Size, mode: Resample) -> None:
         h, w = grid
-        self.offsets = renewed(self.offsets, resample(self.offsets, (2 * h - 1, 2 * w - 1), mode))
+        self.offsets = replace_parameter(self.offsets, resample(self.offsets, (2 * h - 1, 2 * w - 1), mode))
         self.index = offset_index(grid, len(self.token) > 0).to(self.offsets.device)
 
 
@@ -144,7 +144,7 @@ def offset_index(grid: Size, token: bool) -> Tensor:
 
 
 def make_positions(c: ViTConfig) -> Table | Axes | None:
-    """What is added to the tokens; relative offsets live in the attention layers instead."""
+    """What is added to the tokens; relative offsets are part of the attention layers instead."""
     if c.positions in ("1d", "sinusoidal"):
         return Table(c)
     return Axes(c) if c.positions == "2d" else None

@@ -113,7 +113,7 @@ class ResNet(nn.Module):
         return features if self.head is None else self.head(features)
 
     def features(self, images: Tensor) -> Tensor:
-        """What the head sees, (B, C)."""
+        """The input of the head, (B, C)."""
         return self.tokens(images).mean(1)
 
     def tokens(self, images: Tensor) -> Tensor:

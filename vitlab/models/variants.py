@@ -13,21 +13,15 @@ from typing import Any
 
 from vitlab.errors import UserError
 from vitlab.models.config import (
-    AttentionKind,
-    Gelu,
     ModelConfig,
-    Placement,
-    Pool,
-    PositionKind,
     ResNetConfig,
-    Size,
     StemConfig,
     ViTConfig,
     as_size,
 )
 from vitlab.models.resnet import ResNet
 from vitlab.models.vit import ViT
-from vitlab.settings import from_json
+from vitlab.settings import from_json, takes
 from vitlab.text import listed
 
 #        layers, width, MLP, heads
@@ -42,7 +36,7 @@ SIZES = {
 STAGES = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3), 200: (3, 24, 36, 3)}
 # Stages of a stem with stride 32; for stride 16 the fourth stage's units move into the third.
 STEMS = {"R": (), "R26": (2, 2, 2, 2), "R50": STAGES[50]}
-ROOT_PATCH = 8  # the stem "R" is a root alone, under 8x8 patches: stride 32, though its public name says /16
+ROOT_PATCH = 8  # the stem "R" is a root alone, under 8x8 patches: stride 32, though its public name has /16
 
 LISTED = (
     *("Ti/16", "S/16", "S/32", "B/16", "B/32", "L/16", "L/32", "H/14", "g/14"),
@@ -55,37 +49,26 @@ GRAMMAR = "size/patch (B/16), stem+size/patch (R50+B/16) or a ResNet (R50x1)"
 Model = ViT | ResNet
 
 
-def create(
-    name: str,
-    *,
-    classes: int = 1000,
-    image_size: int | Size = 224,
-    depth: int | None = None,
-    width: int | None = None,
-    mlp: int | None = None,
-    heads: int | None = None,
-    pool: Pool | None = None,
-    prelogits: int | None = None,
-    positions: PositionKind | None = None,
-    placement: Placement | None = None,
-    attention: AttentionKind | None = None,
-    gelu: Gelu | None = None,
-    norm_eps: float | None = None,
-    dropout: float | None = None,
-    drop_path: float | None = None,
-) -> Model:
+@takes(ViTConfig, skip=("patch", "stem"), image_size=224)
+def create(name: str, **settings: Any) -> Model:
     """A model of the paper with fresh weights.
 
-    >>> create("B/16", classes=10, image_size=384)
-    >>> create("Ti/8", image_size=(64, 96), positions="2d", placement="every", pool="mean")
-    >>> create("R50+B/16")
-    >>> create("R50x1")
+    Args:
+        name: size/patch such as "B/16", stem+size/patch such as "R50+B/16", or a ResNet such as "R50x1".
+        settings: any of those below; None stands for the variant's own value. Depth, width, mlp and heads follow
+            from the size; axial attention pools by mean; a ResNet has only image_size, classes and norm_eps.
 
-    `classes=0` leaves the head out. What is None stays as the variant has it: depth, width, mlp and heads by the
-    size's row in the table, the others by `ViTConfig`'s defaults (class-token pooling, 1-D positions at the stem,
-    full attention, exact GELU, no dropout); axial attention pools by mean.
+    Returns:
+        The model in training mode on the CPU: `model(images)` takes (B, 3, height, width) to logits (B, classes),
+        `model.tokens` to (B, N, D) and `model.features` to (B, D).
+
+    Raises:
+        UserError: for a name outside the grammar, an unknown setting (the nearest one is named) or a wrong value.
+
+    >>> model = create("Ti/8", classes=10, image_size=(64, 96), positions="2d", pool="mean")
+    >>> model(torch.zeros(2, 3, 64, 96)).shape
+    torch.Size([2, 10])
     """
-    settings = {key: value for key, value in locals().items() if key != "name"}
     return build(configure(name, settings))
 
 

@@ -27,7 +27,7 @@ from vitlab.models.resnet import Stem
 
 
 class ViT(nn.Module):
-    """A ViT as its config says; fresh weights, initialized as the authors do."""
+    """The model that a config describes, with fresh weights, initialized as the authors do."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class ViT(nn.Module):
         return features if self.head is None else self.head(features)
 
     def features(self, images: Tensor) -> Tensor:
-        """What the head sees, (B, D)."""
-        return self.pooled(self.tokens(images))
+        """The input of the head, (B, D)."""
+        return self.pool_tokens(self.tokens(images))
 
     def tokens(self, images: Tensor) -> Tensor:
         """The sequence after the final norm, (B, N, D)."""
@@ -78,7 +78,7 @@ class ViT(nn.Module):
             x = block(x)
         return self.norm(x)
 
-    def pooled(self, tokens: Tensor) -> Tensor:
+    def pool_tokens(self, tokens: Tensor) -> Tensor:
         """Step 5 up to the head: (B, N, D) to (B, D)."""
         if self.pool is not None:
             x = self.pool(tokens)
@@ -207,7 +207,7 @@ class DropPath(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """Pooling by attention: one learned probe asks all tokens, then an MLP with its residual."""
+    """Pooling by attention: a learned probe attends to all tokens, then an MLP with a residual."""
 
     def __init__(self, c: ViTConfig) -> None:
         super().__init__()

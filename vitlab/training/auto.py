@@ -1,6 +1,6 @@
 """`vitlab finetune` without settings: a recipe, image size, batch and length that fit the data and the machine.
 
-A GPU that carries it gets the paper's recipe: SGD, batch 512, 384 pixels, 500 to 20,000 steps by the size of the set.
+A GPU that can run it gets the paper's recipe: SGD, batch 512, 384 pixels, 500 to 20,000 steps by the size of the set.
 Any other machine is timed on a few images first, and gets small batches at the weights' own size for as many epochs
 as fit into some minutes; where not even one fits, only the head learns.
 """
@@ -8,7 +8,6 @@ as fit into some minutes; where not even one fits, only the head learns.
 import dataclasses
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,35 +17,34 @@ from vitlab.data.images import BrokenImage
 from vitlab.data.open import open_data
 from vitlab.data.source import Data, ImageSource
 from vitlab.data.summary import class_warnings, image_warnings, summarize
-from vitlab.data.transforms import Augment
 from vitlab.device import peak_flops, pick_device
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
 from vitlab.models.variants import Model, build, create, name_of
 from vitlab.text import duration
-from vitlab.training.recipe import Recipe, count_steps, evaluations, override
+from vitlab.training.recipe import Recipe, change, count_steps, evaluations, make_recipe, override
 from vitlab.training.recipes import DIGITS
 from vitlab.training.setup import free_bytes
 from vitlab.weights import load
 
-PATIENCE = 10 * 60.0  # seconds that a run without settings may take where there is no large GPU
+TIME_LIMIT = 10 * 60.0  # seconds that a run without settings may take where there is no large GPU
 EPOCHS = (2, 12)  # least and most of them there
-PAPER_LIMIT = 12 * 3600.0  # seconds: where the paper's recipe takes longer, it is not chosen unasked
+PAPER_LIMIT = 12 * 3600.0  # seconds: where the paper's recipe takes longer, it is not the default
 SUSTAINED = 0.35  # share of a GPU's peak that training reaches
 SMALLEST_MICRO = 16  # a GPU that cannot hold as many images at 384 px is not one for the paper's recipe
-WHOLE_RATE, HEAD_RATE = 0.01, 0.1  # SGD's learning rates for small batches
-# Where to start when nothing is said: the largest that the kind of machine fine-tunes in reasonable time.
+FULL_RATE, HEAD_RATE = 0.01, 0.1  # SGD's learning rates for small batches
+# Weights to start from by default: the largest that the kind of machine fine-tunes in reasonable time.
 HUB = {
     "cuda": "google/vit-base-patch16-224-in21k",
     "mps": "WinKawaks/vit-small-patch16-224",
     "cpu": "WinKawaks/vit-tiny-patch16-224",
 }
-LOOKED_THROUGH = 10_000  # images: sets up to here are decoded once to find duplicates
+DECODE_LIMIT = 10_000  # images: sets up to here are decoded once to find duplicates
 
 
 @dataclass(frozen=True)
-class Advice:
-    """What was chosen, in words too, how long it will take, and what to beware of."""
+class FinetunePlan:
+    """A recipe, its description in lines, warnings, and the seconds it will take."""
 
     recipe: Recipe
     lines: tuple[str, ...]
@@ -54,24 +52,24 @@ class Advice:
     seconds: float
 
 
-def finetune_recipe(spec: str, start: str | None, pairs: list[str]) -> Advice:
-    """A recipe for a set and this machine; `start` are the weights to begin with ("none" for none), `pairs` the
-    user's own settings, which go first."""
-    wish = override(Recipe("B/16", spec, steps=1), pairs)
-    data = open_data(spec, seed=wish.seed, subset=wish.subset, per_class=wish.per_class, holdout=wish.holdout)
-    device = pick_device(wish.device)
-    weights, model, warnings = find_weights(wish.weights or start, device)
+def finetune_recipe(spec: str, start: str | None, pairs: list[str]) -> FinetunePlan:
+    """A recipe for a set and this machine. `start` are the weights to begin with ("none" for none); the user's own
+    settings, `pairs`, take precedence."""
+    asked = override(Recipe("B/16", spec, steps=1), pairs)
+    data = open_data(spec, seed=asked.seed, subset=asked.subset, per_class=asked.per_class, holdout=asked.holdout)
+    device = pick_device(asked.device)
+    weights, model, warnings = find_weights(asked.weights or start, device)
     if model is None:
         recipe, why = from_scratch(data, spec)
         recipe = override(recipe, pairs)
-        model = create(recipe.model, classes=len(data.classes), **given(recipe))
+        model = create(recipe.model, classes=len(data.classes), image_size=recipe.image_size, **recipe.model_settings)
     else:
         recipe, why = from_weights(data, spec, weights, model, device)
         recipe = override(recipe, pairs)
         model.resize(recipe.image_size)
     recipe = fit_length(recipe, model, data, device, pairs)
     seconds = run_seconds(recipe, model, data, device)
-    said = (
+    lines = (
         f"data     {data.name}: {len(data.train)} images to train on, {len(data.test)} to test, "
         f"{len(data.classes)} classes; {data.note}",
         f"weights  {weights or 'none: from scratch'}",
@@ -80,11 +78,11 @@ def finetune_recipe(spec: str, start: str | None, pairs: list[str]) -> Advice:
         f"recipe   {why}" + (f"; yours: {' '.join(pairs)}" if pairs else ""),
         f"length   {length(recipe, len(data.train))}, about {duration(seconds)} on this {machine(device)}",
     )
-    return Advice(recipe, said, (*warnings, *data_warnings(data, spec)), seconds)
+    return FinetunePlan(recipe, lines, (*warnings, *data_warnings(data, spec)), seconds)
 
 
 def find_weights(start: str | None, device: torch.device) -> tuple[str | None, Model | None, list[str]]:
-    """The weights asked for; else good ones from the hub; else none, and a warning that says what to do."""
+    """The weights asked for; else the default from the hub; else none, with a warning."""
     if start == "none":
         return None, None, ["training from scratch: with few images, starting from weights is far better (--weights)"]
     if start is not None:
@@ -98,11 +96,11 @@ def find_weights(start: str | None, device: torch.device) -> tuple[str | None, M
 
 
 def from_weights(data: Data, spec: str, weights: str | None, model: Model, device: torch.device) -> tuple[Recipe, str]:
-    """The paper's recipe where the machine carries it; else one of small batches at the weights' own size."""
+    """The paper's recipe where the machine can run it; else one of small batches at the weights' own size."""
     n = len(data.train)
     steps = 500 if n < 20_000 else 10_000 if n < 500_000 else 20_000
     paper = Recipe(
-        name_of(model.config) or "B/16",  # a recipe has to name one; what the weights are goes before it
+        name_of(model.config) or "B/16",  # a recipe has to name one; the weights themselves decide
         spec,
         higher(model.config.image_size, stride(model)),
         weights=weights,
@@ -114,18 +112,17 @@ def from_weights(data: Data, spec: str, weights: str | None, model: Model, devic
         clip=1.0,
         checkpoint_every=100 if steps == 500 else 500,
     )
-    if carries(paper, model, data, device):
+    if can_run_paper(paper, model, data, device):
         return paper, f"the paper's: SGD, batch 512, {paper.image_size[0]} px, lr 0.01, cosine"
-    frozen = image_seconds(model, device, frozen=False) * n * EPOCHS[0] > PATIENCE
-    recipe = dataclasses.replace(
+    frozen = image_seconds(model, device, frozen=False) * n * EPOCHS[0] > TIME_LIMIT
+    recipe = change(
         paper,
         image_size=model.config.image_size,
         freeze="body" if frozen else "none",
-        steps=None,
         epochs=EPOCHS[1],  # as many as there is time for: see fit_length
         batch=min(32, n),
-        lr=HEAD_RATE if frozen else WHOLE_RATE,
-        augment=Augment(area=(0.3, 1.0)),
+        lr=HEAD_RATE if frozen else FULL_RATE,
+        area=(0.3, 1.0),
         checkpoint_every=100,
     )
     what = "the head alone (all weights would take too long)" if frozen else "all weights"
@@ -137,10 +134,10 @@ def from_scratch(data: Data, spec: str) -> tuple[Recipe, str]:
     if spec == "digits":
         return DIGITS, "the built-in recipe of the digits"
     side = 64 if typical_side(data.train) >= 48 else 32
-    recipe = Recipe(
+    recipe = make_recipe(
         f"Ti/{side // 8}",
         spec,
-        (side, side),
+        image_size=(side, side),
         depth=6,
         width=96,
         mlp=192,
@@ -152,28 +149,25 @@ def from_scratch(data: Data, spec: str) -> tuple[Recipe, str]:
         weight_decay=0.05,
         clip=1.0,
         preprocess=Preprocess(crop=1.0),
-        augment=Augment(area=(0.5, 1.0), mixup=0.2, label_smoothing=0.1),
+        area=(0.5, 1.0),
+        mixup=0.2,
+        label_smoothing=0.1,
         checkpoint_every=200,
     )
     return recipe, f"a small model, AdamW, batch {recipe.batch}, lr {recipe.lr:g}, cosine, Mixup, label smoothing"
 
 
 def fit_length(recipe: Recipe, model: Model, data: Data, device: torch.device, pairs: list[str]) -> Recipe:
-    """As many epochs as there is patience for, unless the user has said; the warm-up is at most a tenth of the run."""
+    """As many epochs as the time limit allows, unless the user set them; the warm-up is at most a tenth of the run."""
     keys = {pair.partition("=")[0] for pair in pairs}
     n = len(data.train)
     if recipe.epochs is not None and not keys & {"epochs", "steps"}:
         each = image_seconds(model, device, frozen=recipe.freeze == "body")
-        epochs = min(recipe.epochs, max(1.0, PATIENCE // (each * n)))
+        epochs = min(recipe.epochs, max(1.0, TIME_LIMIT // (each * n)))
         recipe = dataclasses.replace(recipe, epochs=epochs)
     if "warmup" not in keys:
         recipe = dataclasses.replace(recipe, warmup=min(recipe.warmup, count_steps(recipe, n) // 10))
     return recipe
-
-
-def given(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's settings as `create` takes them."""
-    return {key: value for key, value in recipe.model_settings().items() if value is not None}
 
 
 def typical_side(source: ImageSource) -> int:
@@ -200,8 +194,8 @@ def stride(model: Model) -> int:
 # ---- time
 
 
-def carries(recipe: Recipe, model: Model, data: Data, device: torch.device) -> bool:
-    """Whether the machine is up to the paper's recipe: a GPU with the memory and the speed."""
+def can_run_paper(recipe: Recipe, model: Model, data: Data, device: torch.device) -> bool:
+    """Whether this machine has a GPU with the memory and the speed for the paper's recipe."""
     if device.type != "cuda" or peak_flops(device) is None:
         return False
     config = dataclasses.replace(model.config, image_size=recipe.image_size, classes=len(data.classes))
@@ -222,7 +216,7 @@ def workload(recipe: Recipe, data: Data) -> tuple[int, int]:
 
 
 def run_seconds(recipe: Recipe, model: Model, data: Data, device: torch.device) -> float:
-    """How long a run will take: by operations on a GPU of the table, elsewhere by trying."""
+    """How long a run will take: by operations on a GPU of the table, elsewhere by measuring."""
     if device.type == "cuda" and peak_flops(device) is not None:
         return gpu_seconds(recipe, cost(lambda: build(model.config)), data, device)
     seen, tested = workload(recipe, data)
@@ -232,10 +226,10 @@ def run_seconds(recipe: Recipe, model: Model, data: Data, device: torch.device) 
 
 
 def image_seconds(model: Model, device: torch.device, *, frozen: bool, batch: int = 8) -> float:
-    """Seconds to train on one image, by trying: the better of two goes after one to warm up."""
+    """Seconds to train on one image, measured: the faster of two passes after one to warm up."""
     images = torch.randn(batch, 3, *model.config.image_size, device=device)
     model = model.to(device).train()
-    taken = []
+    times = []
     for _ in range(3):
         began = time.perf_counter()
         with torch.set_grad_enabled(not frozen):
@@ -243,20 +237,23 @@ def image_seconds(model: Model, device: torch.device, *, frozen: bool, batch: in
         if not frozen:
             out.backward()
         out.item()  # waits for the device
-        taken.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - began)
     model.zero_grad(set_to_none=True)
-    return min(taken[1:]) / batch
+    return min(times[1:]) / batch
 
 
-# ---- words
+# ---- text
 
 
 def data_warnings(data: Data, spec: str) -> list[str]:
-    """Uneven and tiny classes; in a set that is quick to go through, also broken images and those in two splits."""
-    said = class_warnings(data)
-    if len(data.train) + len(data.test) <= LOOKED_THROUGH:
-        return said + image_warnings(summarize(data))
-    return [*said, f"the set is large: whether images lie in two splits was not looked at (`vitlab data {spec}` does)"]
+    """Uneven and tiny classes; for a small set, also broken images and those in two splits."""
+    warnings = class_warnings(data)
+    if len(data.train) + len(data.test) <= DECODE_LIMIT:
+        return warnings + image_warnings(summarize(data))
+    return [
+        *warnings,
+        f"a large set: whether images are in two splits was not checked (`vitlab data {spec}` does)",
+    ]
 
 
 def length(recipe: Recipe, images: int) -> str:

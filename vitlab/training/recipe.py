@@ -1,17 +1,30 @@
-"""A run as data: model, data, length, optimizer and the rest, checked once, with `key=value` overrides."""
+"""A training run as data: model, data, length, optimizer and the rest, checked once, with `key=value` overrides.
+
+Augmentation and the model's own settings are declared where they belong (`Augment`, `ViTConfig`); their keys stand
+beside the recipe's in `key=value`, in `change` and in `flat`.
+"""
 
 import dataclasses
-import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from vitlab.data.loader import BROKEN_LIMIT
 from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
-from vitlab.models.config import AttentionKind, Gelu, Placement, Pool, PositionKind, Preprocess, Size
-from vitlab.settings import at_least, check_rate, check_types, parse_settings
-from vitlab.text import listed
+from vitlab.models.config import ImageSize, Preprocess, ViTConfig
+from vitlab.settings import (
+    RATE,
+    Range,
+    Setting,
+    annotations,
+    check_key,
+    check_types,
+    check_value,
+    describe,
+    parse_settings,
+    to_json,
+)
 from vitlab.training.objectives import ObjectiveName
 from vitlab.training.optim import Decay, OptimizerName
 from vitlab.training.parallel import Parallel
@@ -20,11 +33,10 @@ Precision = Literal["auto", "float32", "bfloat16", "float64"]
 Compile = Literal["auto", "yes", "no"]
 Freeze = Literal["none", "body"]
 
-MODEL_KEYS = (
-    *("depth", "width", "mlp", "heads", "pool", "prelogits", "positions", "placement", "attention"),
-    *("gelu", "dropout", "drop_path"),
-)
-MOST = {"batch": 10_000_000, "steps": 10**12, "epochs": 10**9, "warmup": 10**12, "workers": 1_024, "threads": 1_024}
+COUNT, STEPS, NUMBER = Range(1), Range(1, 10**12), Range(0)
+NESTED = ("augment", "preprocess", "model_settings")
+# What a model's name, the recipe or the data decide.
+NOT_IN_RECIPE = ("image_size", "patch", "stem", "classes")
 # What may change between a run and its continuation: it is the same run, on another machine to another rounding.
 LOOSE = ("workers", "device", "parallel", "checkpoint_every", "log_every", "tensorboard", "data")
 
@@ -33,124 +45,139 @@ LOOSE = ("workers", "device", "parallel", "checkpoint_every", "log_every", "tens
 class Recipe:
     """Everything a run is determined by."""
 
-    model: str
-    data: str
-    image_size: Size = (224, 224)
-    weights: str | None = None  # what to start from, as vitlab.load takes it; none: fresh
-    objective: ObjectiveName = "softmax"
-    freeze: Freeze = "none"  # body: only the head learns
-
-    # the model's own settings; none: as the variant, or the weights, have it
-    depth: int | None = None
-    width: int | None = None
-    mlp: int | None = None
-    heads: int | None = None
-    pool: Pool | None = None
-    prelogits: int | None = None
-    positions: PositionKind | None = None
-    placement: Placement | None = None
-    attention: AttentionKind | None = None
-    gelu: Gelu | None = None
-    dropout: float | None = None
-    drop_path: float | None = None
+    model: Annotated[str, "name of the model, such as B/16"]
+    data: Annotated[str, "images to train on: a folder of class folders or any other source"]
+    image_size: ImageSize = (224, 224)
+    weights: Annotated[str | None, "weights to start from, as vitlab.load takes them; none: fresh"] = None
+    objective: Annotated[ObjectiveName, "loss: softmax, sigmoid, or masked patch prediction"] = "softmax"
+    freeze: Annotated[Freeze, "body: only the head learns"] = "none"
+    model_settings: Annotated[dict[str, Any], "the model's own settings that differ from its variant's"] = field(
+        default_factory=dict
+    )
 
     # data
-    subset: float | None = None
-    per_class: int | None = None
-    holdout: float = 0.2  # share held out where the data has no split of its own
-    augment: Augment = field(default_factory=Augment)
-    preprocess: Preprocess | None = None  # none: the weights' own, or [-1, 1]
-    resident: bool | None = None  # hold the set in the device's memory; none: where it fits
-    broken_limit: float = BROKEN_LIMIT  # share of broken images passed over before the run gives up
-    hash_data: bool = False  # --resume compares the images' content too, not only their names, sizes and labels
+    subset: Annotated[float | None, "share of the training images to use"] = None
+    per_class: Annotated[int | None, "training images of each class to use"] = None
+    holdout: Annotated[float, "share held out for testing where the data has no split of its own"] = 0.2
+    augment: Annotated[Augment, "augmentation"] = field(default_factory=Augment)
+    preprocess: Annotated[Preprocess | None, "none: the weights' own, or scaling to [-1, 1]"] = None
+    resident: Annotated[bool | None, "hold the images in the device's memory; none: where they fit"] = None
+    broken_limit: Annotated[float, RATE, "share of broken images to skip before the run ends"] = BROKEN_LIMIT
+    hash_data: Annotated[bool, "let --resume compare the images' contents too, not only names, sizes, labels"] = False
 
     # length, by epochs or by steps
-    epochs: float | None = None
-    steps: int | None = None
-    batch: int = 4096
-    micro: int | None = None  # images of a process at a time; none: what its memory carries
+    epochs: Annotated[float | None, Range(above=0, most=10**9), "passes over the training images"] = None
+    steps: Annotated[int | None, STEPS, "optimizer steps; epochs or steps, not both"] = None
+    batch: Annotated[int, Range(1, 10_000_000), "images of a step, over all processes"] = 4096
+    micro: Annotated[int | None, COUNT, "images of a process at a time; none: what its memory holds"] = None
 
     # optimizer
-    optimizer: OptimizerName = "adamw"
-    lr: float = 1e-3
-    warmup: int = 0
-    decay: Decay = "cosine"
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    momentum: float = 0.9
-    clip: float = 0.0  # most the gradient's norm may be; 0: not clipped
-    ema: float = 0.0  # Polyak averaging; 0: none
+    optimizer: Annotated[OptimizerName, "AdamW or SGD with momentum"] = "adamw"
+    lr: Annotated[float, NUMBER, "peak learning rate"] = 1e-3
+    warmup: Annotated[int, Range(0, 10**12), "steps of linear warm-up"] = 0
+    decay: Annotated[Decay, "learning-rate schedule after the warm-up"] = "cosine"
+    weight_decay: Annotated[float, NUMBER, "decoupled, times the learning rate; on kernels only"] = 0.0
+    beta1: Annotated[float, RATE, "AdamW's first"] = 0.9
+    beta2: Annotated[float, RATE, "AdamW's second"] = 0.999
+    momentum: Annotated[float, RATE, "SGD's"] = 0.9
+    clip: Annotated[float, NUMBER, "largest norm of the gradient; 0: not clipped"] = 0.0
+    ema: Annotated[float, RATE, "decay of the weights' moving average; 0: none"] = 0.0
 
     # how it runs
-    seed: int = 0
-    device: str = "auto"
-    precision: Precision = "auto"
-    compile: Compile = "auto"
-    cuda_graph: bool = False  # where one GPU takes a batch whole, AdamW's step as one CUDA graph: for small models
-    recompute: bool = False  # activation checkpointing: less memory, a third more compute
-    parallel: Parallel = "ddp"  # under torchrun: the whole model in each process, or its parts
-    workers: int | None = None  # processes that read images; none: by the machine
-    threads: int | None = None  # of the CPU's arithmetic; none: torch's choice. Another number rounds differently
-    evaluate_every: int | None = None  # steps; none: up to ten times a run
-    checkpoint_every: int = 500
-    log_every: int = 10
-    tensorboard: bool = False
+    seed: Annotated[int, Range(0), "every random number follows from it"] = 0
+    device: Annotated[str, "auto, cpu, cuda or mps"] = "auto"
+    precision: Annotated[Precision, "auto: mixed bfloat16 where the GPU has it"] = "auto"
+    compile: Annotated[Compile, "torch.compile; auto: on a GPU"] = "auto"
+    cuda_graph: Annotated[bool, "on one GPU without micro-batches, AdamW's step as a CUDA graph: for small models"] = (
+        False
+    )
+    recompute: Annotated[bool, "activation checkpointing: less memory, a third more compute"] = False
+    parallel: Annotated[Parallel, "under torchrun: a complete model in each process, or its shards"] = "ddp"
+    workers: Annotated[int | None, Range(0, 1_024), "processes that read images; none: by the machine"] = None
+    threads: Annotated[int | None, Range(1, 1_024), "CPU threads; none: torch's choice. Changes rounding"] = None
+    evaluate_every: Annotated[int | None, COUNT, "steps between tests; none: up to ten tests a run"] = None
+    checkpoint_every: Annotated[int, COUNT, "steps between checkpoints"] = 500
+    log_every: Annotated[int, COUNT, "steps between log records on disk"] = 10
+    tensorboard: Annotated[bool, "write TensorBoard's event files too"] = False
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("batch", "checkpoint_every", "log_every"):
-            at_least(self, name, 1)
-        for name in ("warmup", "seed"):
-            at_least(self, name, 0)
-        if self.workers is not None:
-            at_least(self, "workers", 0)
-        check_rate(self, "broken_limit")
-        for name in ("steps", "micro", "evaluate_every", "threads"):
-            if getattr(self, name) is not None:
-                at_least(self, name, 1)
-        for name, most in MOST.items():
-            if (getattr(self, name) or 0) > most:
-                raise UserError(f"{name} must be at most {most:,}, not {getattr(self, name)}")
-        for name in ("lr", "weight_decay", "clip"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise UserError(f"{name} must be a number from 0 up, not {getattr(self, name)}")
-        for name in ("beta1", "beta2", "momentum", "ema"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
-        if self.epochs is not None and not 0 < self.epochs < float("inf"):
-            raise UserError(f"epochs must be positive, not {self.epochs}")
+        for name, value in self.model_settings.items():
+            check_key(name, model_keys())
+            self.model_settings[name] = check_value(value, model_keys()[name], name)
         if (self.epochs is None) == (self.steps is None):
-            raise UserError("a recipe says its length once: epochs or steps")
+            raise UserError("a recipe has one length: epochs or steps")
         if self.freeze == "body" and self.objective == "masked":
             raise UserError("masked patch prediction trains the body, so freeze='body' leaves nothing to learn")
 
-    def model_settings(self) -> dict[str, Any]:
-        """What `configure` takes besides the name and the classes."""
-        return {"image_size": self.image_size} | {key: getattr(self, key) for key in MODEL_KEYS}
+
+# ---- flat keys: the recipe's own, the augmentation's and the model's
+
+
+def model_keys() -> dict[str, Any]:
+    """The model's settings that a recipe can change, with their annotations."""
+    return {key: hint for key, hint in annotations(ViTConfig).items() if key not in NOT_IN_RECIPE}
 
 
 def keys() -> dict[str, Any]:
-    """The names and types of everything `key=value` can set."""
-    own = typing.get_type_hints(Recipe)
-    return {k: h for k, h in own.items() if k not in ("augment", "preprocess")} | typing.get_type_hints(Augment)
+    """The names and annotations of everything that `key=value` can set."""
+    own = {key: hint for key, hint in annotations(Recipe).items() if key not in NESTED}
+    return own | annotations(Augment) | model_keys()
+
+
+def describe_keys() -> dict[str, list[Setting]]:
+    """Tables of all keys with type, default and help, by title."""
+    return {
+        "the run": describe(Recipe, NESTED),
+        "augmentation": describe(Augment),
+        "the model; by default as its variant, or the weights, have it": describe(ViTConfig, NOT_IN_RECIPE),
+    }
+
+
+def nest(settings: dict[str, Any], base: Recipe | None = None) -> dict[str, Any]:
+    """Flat settings as `Recipe`'s fields; the nested ones begin as `base` has them."""
+    given = {key: value for key, value in settings.items() if key not in annotations(Augment) | model_keys()}
+    augment = {key: value for key, value in settings.items() if key in annotations(Augment)}
+    model = {key: value for key, value in settings.items() if key in model_keys()}
+    if augment:
+        given["augment"] = dataclasses.replace(given.get("augment") or (base.augment if base else Augment()), **augment)
+    if model:
+        merged = (base.model_settings if base else {}) | given.get("model_settings", {}) | model
+        given["model_settings"] = {key: value for key, value in merged.items() if value is not None}
+    return given
+
+
+def make_recipe(model: str, data: str, **settings: Any) -> Recipe:
+    """A recipe from flat settings: `make_recipe("B/16", "photos", epochs=3, mixup=0.2, dropout=0.1)`."""
+    return Recipe(model, data, **nest(settings))
+
+
+def change(recipe: Recipe, **settings: Any) -> Recipe:
+    """A recipe with other flat settings; steps replace epochs and epochs replace steps."""
+    if settings.get("steps") is not None:
+        settings.setdefault("epochs", None)
+    if settings.get("epochs") is not None:
+        settings.setdefault("steps", None)
+    return dataclasses.replace(recipe, **nest(settings, recipe))
 
 
 def override(recipe: Recipe, pairs: Iterable[str]) -> Recipe:
-    """A recipe with settings of the user's: `["steps=120", "mixup=0.2"]`."""
-    settings = parse_settings(pairs, keys())
-    if "steps" in settings and "epochs" not in settings:
-        settings["epochs"] = None
-    if "epochs" in settings and "steps" not in settings:
-        settings["steps"] = None
-    augment = {key: settings.pop(key) for key in typing.get_type_hints(Augment) if key in settings}
-    if augment:
-        settings["augment"] = dataclasses.replace(recipe.augment, **augment)
-    return dataclasses.replace(recipe, **settings)
+    """A recipe with settings from the command line: `["steps=120", "mixup=0.2"]`."""
+    return change(recipe, **parse_settings(pairs, keys()))
 
 
-def resolved(recipe: Recipe, images: int, tests: int, world: int) -> Recipe:
-    """The recipe with its length in steps, for a set of so many images and test images on so many processes."""
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """A recipe's settings by the keys that `key=value` has for them, as JSON values."""
+    data = to_json(recipe)
+    nested = data.pop("model_settings") | data.pop("augment")
+    return data | nested
+
+
+# ---- length
+
+
+def resolve_length(recipe: Recipe, images: int, tests: int, world: int) -> Recipe:
+    """The recipe with its length in steps, for so many training and test images on so many processes."""
     if recipe.batch % world:
         raise UserError(f"batch={recipe.batch} does not divide over {world} processes; use a multiple of {world}")
     steps = count_steps(recipe, images)
@@ -173,16 +200,7 @@ def evaluations(seen: int, tests: int) -> int:
 
 
 def difference(ours: Recipe, stored: Recipe) -> str | None:
-    """The first setting in which a continuation differs from its run, in words."""
-    for name in (f.name for f in dataclasses.fields(Recipe)):
-        a, b = getattr(ours, name), getattr(stored, name)
-        if name not in LOOSE and a != b:
-            if name == "augment":
-                parts = dataclasses.fields(Augment)
-                name = listed(f.name for f in parts if getattr(a, f.name) != getattr(b, f.name))
-            return f"{name} (the run has {show(b, name)}, not {show(a, name)})"
-    return None
-
-
-def show(value: Any, name: str) -> str:
-    return str(getattr(value, name)) if hasattr(value, name) else str(value)
+    """The first setting in which a continuation differs from its run, as text; None where it does not."""
+    mine, theirs = flat(ours), flat(stored)
+    odd = next((key for key in theirs | mine if key not in LOOSE and mine.get(key) != theirs.get(key)), None)
+    return odd and f"{odd} (the run has {theirs.get(odd)}, not {mine.get(odd)})"

@@ -4,16 +4,17 @@ A name is MODEL-DATA, with -EPOCHS where the paper has several lengths: B/16-jft
 that start from weights are called DATA-finetune.
 """
 
-import dataclasses
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess
 from vitlab.models.variants import SIZES
-from vitlab.training.recipe import Recipe
+from vitlab.settings import parse_settings
+from vitlab.training.recipe import Recipe, change, keys, make_recipe, override
 
 # Images in the training sets whose size a recipe's cost needs, and their classes.
 IMAGES = {
@@ -39,7 +40,7 @@ PRIVATE = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A recipe with what to know of it."""
+    """A recipe with its description, cost and expected result."""
 
     recipe: Recipe
     about: str
@@ -48,6 +49,16 @@ class Entry:
     searched: tuple[float, ...] = field(default=())  # learning rates the paper tried
     time: str = ""  # measured, and on what
     expect: str = ""  # test accuracy to expect
+
+
+def words(text: str) -> list[str]:
+    """Settings as they stand on a command line."""
+    return text.split()
+
+
+def made(text: str, **settings: Any) -> Recipe:
+    """A recipe from the text of its settings; `settings` are those that no text expresses."""
+    return make_recipe(**parse_settings(words(text), keys()), **settings)
 
 
 # ---- the paper's pre-training table: batch 4096, 224 px, Adam, warm-up 10k
@@ -87,31 +98,15 @@ def rows(
 
 
 def pretraining() -> Iterator[tuple[str, Entry]]:
-    base = Recipe("B/16", "jft", epochs=7, batch=4096, warmup=10_000, decay="linear", objective="sigmoid")
-    for model, epochs, lr, suffix in rows(JFT):
-        recipe = dataclasses.replace(base, model=model, epochs=epochs, lr=lr, weight_decay=0.1, prelogits=hidden(model))
-        yield f"{model}-jft{suffix}", Entry(recipe, "pre-training, the paper's table", "paper")
-    for model, epochs, lr, suffix in rows(I21K):
-        recipe = dataclasses.replace(
-            base,
-            model=model,
-            data="imagenet21k",
-            epochs=epochs,
-            lr=lr,
-            weight_decay=0.03,
-            dropout=0.1,
-            prelogits=hidden(model),
-        )
-        yield f"{model}-i21k{suffix}", Entry(recipe, "pre-training, the paper's table", "paper")
-    for model, epochs, lr, suffix in rows(IMAGENET):
-        recipe = dataclasses.replace(
-            base, model=model, data="imagenet", epochs=epochs, lr=lr, decay="cosine", weight_decay=0.3, dropout=0.1
-        )
-        recipe = dataclasses.replace(recipe, objective="softmax", clip=1.0, prelogits=hidden(model))
-        yield f"{model}-imagenet{suffix}", Entry(recipe, "pre-training, the paper's table", "paper")
-    masked = dataclasses.replace(
-        base, objective="masked", epochs=None, steps=1_000_000, lr=2e-4, decay="cosine", weight_decay=0.1
-    )
+    about = "pre-training, the paper's table"
+    base = made("model=B/16 data=jft epochs=7 batch=4096 warmup=10000 decay=linear objective=sigmoid weight_decay=0.1")
+    large = override(base, words("data=imagenet21k weight_decay=0.03 dropout=0.1"))
+    small = override(base, words("data=imagenet objective=softmax decay=cosine weight_decay=0.3 dropout=0.1 clip=1"))
+    for name, start, table in (("jft", base, JFT), ("i21k", large, I21K), ("imagenet", small, IMAGENET)):
+        for model, epochs, lr, suffix in rows(table):
+            recipe = change(start, model=model, epochs=epochs, lr=lr, prelogits=hidden(model))
+            yield f"{model}-{name}{suffix}", Entry(recipe, about, "paper")
+    masked = override(base, words("objective=masked steps=1000000 lr=2e-4 decay=cosine"))
     yield "B/16-masked-jft", Entry(masked, "masked patch prediction, the paper's appendix", "paper")
 
 
@@ -131,41 +126,30 @@ FINETUNE = (
 
 
 def finetuning() -> Iterator[tuple[str, Entry]]:
-    base = Recipe(
-        "B/16",
-        "imagenet",
-        (384, 384),
-        steps=20_000,
-        batch=512,
-        optimizer="sgd",
-        lr=0.01,
-        warmup=500,
-        decay="cosine",
-        clip=1.0,
-    )
     about = "fine-tuning, the paper's table"
+    base = made(
+        "model=B/16 data=imagenet image_size=384 steps=20000 batch=512 optimizer=sgd lr=0.01 warmup=500 "
+        "decay=cosine clip=1"
+    )
     for name, data, steps, rates in FINETUNE:
-        recipe = dataclasses.replace(base, data=data, steps=steps, warmup=100 if steps == 500 else 500)
+        recipe = change(base, data=data, steps=steps, warmup=100 if steps == 500 else 500)
         yield f"{name}-finetune", Entry(recipe, about, "paper", finetune=True, searched=rates)
     for model, side in (("L/16", 512), ("H/14", 518)):
-        recipe = dataclasses.replace(base, model=model, image_size=(side, side), ema=0.9999)
-        yield (
-            f"imagenet-finetune-{side}",
-            Entry(recipe, f"{about}, Polyak 0.9999", "paper", finetune=True, searched=HIGH),
-        )
+        recipe = change(base, model=model, image_size=(side, side), ema=0.9999)
+        entry = Entry(recipe, f"{about}, Polyak 0.9999", "paper", finetune=True, searched=HIGH)
+        yield f"imagenet-finetune-{side}", entry
 
 
 # ---- AugReg: pre-training with augmentation by the size of the model
 
-#           mixup, RandAugment's layers and magnitude
 AUGREG = {
-    "none": Augment(),
-    "light1": Augment(randaugment=(2, 0)),
-    "light2": Augment(mixup=0.2, randaugment=(2, 10)),
-    "medium1": Augment(mixup=0.2, randaugment=(2, 15)),
-    "medium2": Augment(mixup=0.5, randaugment=(2, 15)),
-    "strong1": Augment(mixup=0.5, randaugment=(2, 20)),
-    "strong2": Augment(mixup=0.8, randaugment=(2, 20)),
+    "none": "",
+    "light1": "randaugment=2,0",
+    "light2": "mixup=0.2 randaugment=2,10",
+    "medium1": "mixup=0.2 randaugment=2,15",
+    "medium2": "mixup=0.5 randaugment=2,15",
+    "strong1": "mixup=0.5 randaugment=2,20",
+    "strong2": "mixup=0.8 randaugment=2,20",
 }
 #            on ImageNet-21k, on ImageNet
 AUGREG_FOR = {
@@ -179,15 +163,49 @@ AUGREG_FOR = {
 
 
 def augreg() -> Iterator[tuple[str, Entry]]:
-    base = Recipe("B/16", "imagenet21k", epochs=300, lr=1e-3, warmup=10_000, decay="cosine", weight_decay=0.1, clip=1.0)
+    base = made(
+        "model=B/16 data=imagenet21k epochs=300 lr=0.001 warmup=10000 decay=cosine weight_decay=0.1 clip=1 "
+        "objective=sigmoid"
+    )
     for model, (large, small) in AUGREG_FOR.items():
-        recipe = dataclasses.replace(base, model=model, objective="sigmoid", augment=AUGREG[large])
+        recipe = override(base, words(f"model={model} {AUGREG[large]}"))
         yield f"{model}-augreg-i21k", Entry(recipe, f"AugReg, {large} augmentation", "augreg")
-        recipe = dataclasses.replace(base, model=model, data="imagenet", augment=AUGREG[small])
+        recipe = override(base, words(f"model={model} data=imagenet objective=softmax {AUGREG[small]}"))
         yield f"{model}-augreg-imagenet", Entry(recipe, f"AugReg, {small} augmentation", "augreg")
 
 
 # ---- runs for one machine
+
+# one thread: so small a model gains little from two, and loses much where they wait for other programs
+DIGITS = made(
+    "model=Ti/2 data=digits image_size=8 depth=4 width=64 mlp=128 heads=4 steps=1200 batch=128 lr=0.005 warmup=50 "
+    "weight_decay=0.05 clip=1 ema=0.99 area=0.8,1 flip=false mixup=0.3 checkpoint_every=200 threads=1",
+    preprocess=Preprocess(crop=1.0),
+)
+TINY = made(
+    "model=S/8 data=zh-plus/tiny-imagenet image_size=64 depth=9 width=256 mlp=1024 heads=4 pool=mean drop_path=0.1 "
+    "steps=86000 batch=256 lr=6e-4 warmup=4000 weight_decay=0.1 clip=1 ema=0.9995 cuda_graph=true area=0.4,1 "
+    "randaugment=1,9 mixup=0.8 cutmix=1 label_smoothing=0.1 checkpoint_every=10000 log_every=100",
+    preprocess=Preprocess(crop=1.0),
+)
+MASKED = override(
+    change(TINY, augment=Augment()),
+    words(
+        "objective=masked epochs=20 batch=512 lr=0.001 warmup=2000 weight_decay=0.05 ema=0 drop_path=0 "
+        "cuda_graph=false area=0.3,1"
+    ),
+)
+# small sets of photos at 96 px, from TINY's weights or from scratch; over sooner than compiling would take
+PHOTOS = override(
+    change(TINY, augment=Augment()),
+    words(
+        "data=oxford-pets image_size=96 epochs=40 batch=128 lr=5e-4 warmup=100 weight_decay=0.05 ema=0.99 area=0.3,1 "
+        "randaugment=2,9 mixup=0.2 label_smoothing=0.1 compile=no"
+    ),
+)
+SMALL_SET = made(
+    "model=Ti/16 data=oxford-pets epochs=5 batch=32 optimizer=sgd lr=0.01 warmup=50 decay=cosine clip=1 area=0.3,1"
+)
 
 
 def lab() -> Iterator[tuple[str, Entry]]:
@@ -195,100 +213,16 @@ def lab() -> Iterator[tuple[str, Entry]]:
     yield "digits", Entry(DIGITS, about, "lab", time="70 s on a CPU core", expect="99.0 to 99.2 % (98 % at least)")
     about = "200 classes of 64x64 photos, from scratch"
     yield "tiny-imagenet", Entry(TINY, about, "lab", time="9 min on an H200", expect="57 %")
-    masked = dataclasses.replace(
-        TINY,
-        objective="masked",
-        steps=None,
-        epochs=20,
-        batch=512,
-        lr=1e-3,
-        warmup=2000,
-        weight_decay=0.05,
-        ema=0.0,
-        drop_path=0.0,
-        cuda_graph=False,
-        augment=Augment(area=(0.3, 1.0)),
-    )
-    yield "tiny-imagenet-masked", Entry(masked, "masked patch prediction on the same", "lab")
+    yield "tiny-imagenet-masked", Entry(MASKED, "masked patch prediction on the same", "lab")
     about = "at 96 px, from scratch or from weights=RUN of tiny-imagenet"
     took = "1 min on an H200"
     yield "pets-96", Entry(PHOTOS, f"37 breeds {about}", "lab", time=took, expect="63 %, from scratch 9 %")
-    longer = dataclasses.replace(PHOTOS, data="flowers102", epochs=80)
+    longer = change(PHOTOS, data="flowers102", epochs=80)
     yield "flowers-96", Entry(longer, f"102 flowers {about}", "lab", time=took, expect="69 %, from scratch 22 %")
     yield "pets", Entry(SMALL_SET, "37 breeds, from weights, minutes on a CPU", "lab", finetune=True)
-    flowers = dataclasses.replace(SMALL_SET, data="flowers102", epochs=15)
+    flowers = change(SMALL_SET, data="flowers102", epochs=15)
     yield "flowers", Entry(flowers, "102 flowers, from weights, minutes on a CPU", "lab", finetune=True)
 
-
-DIGITS = Recipe(
-    "Ti/2",
-    "digits",
-    (8, 8),
-    depth=4,
-    width=64,
-    mlp=128,
-    heads=4,
-    steps=1200,
-    batch=128,
-    lr=5e-3,
-    warmup=50,
-    weight_decay=0.05,
-    clip=1.0,
-    ema=0.99,
-    preprocess=Preprocess(crop=1.0),
-    augment=Augment(area=(0.8, 1.0), flip=False, mixup=0.3),
-    checkpoint_every=200,
-    threads=1,  # so small a model gains little from two, and loses much where they wait for other programs
-)
-TINY = Recipe(
-    "S/8",
-    "zh-plus/tiny-imagenet",
-    (64, 64),
-    depth=9,
-    width=256,
-    mlp=1024,
-    heads=4,
-    pool="mean",
-    drop_path=0.1,
-    steps=86_000,
-    batch=256,
-    lr=6e-4,
-    warmup=4000,
-    weight_decay=0.1,
-    clip=1.0,
-    ema=0.9995,
-    cuda_graph=True,
-    preprocess=Preprocess(crop=1.0),
-    augment=Augment(area=(0.4, 1.0), randaugment=(1, 9), mixup=0.8, cutmix=1.0, label_smoothing=0.1),
-    checkpoint_every=10_000,
-    log_every=100,
-)
-PHOTOS = dataclasses.replace(  # small sets of photos at 96 px, from TINY's weights or from scratch
-    TINY,
-    data="oxford-pets",
-    image_size=(96, 96),
-    steps=None,
-    epochs=40,
-    batch=128,
-    lr=5e-4,
-    warmup=100,
-    weight_decay=0.05,
-    ema=0.99,
-    augment=Augment(area=(0.3, 1.0), randaugment=(2, 9), mixup=0.2, label_smoothing=0.1),
-    compile="no",  # over sooner than a compiler is
-)
-SMALL_SET = Recipe(
-    "Ti/16",
-    "oxford-pets",
-    epochs=5,
-    batch=32,
-    optimizer="sgd",
-    lr=0.01,
-    warmup=50,
-    decay="cosine",
-    clip=1.0,
-    augment=Augment(area=(0.3, 1.0)),
-)
 
 RECIPES: dict[str, Entry] = {
     name: entry for rows_ in (lab(), pretraining(), finetuning(), augreg()) for name, entry in rows_
@@ -296,7 +230,7 @@ RECIPES: dict[str, Entry] = {
 
 
 def find(name: str) -> Entry:
-    """A recipe by name; a misspelt one is an error that says the nearest."""
+    """A recipe by name; UserError names the nearest to an unknown one."""
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, 1, 0.4)
         hint = f"did you mean '{near[0]}'?" if near else "`vitlab recipes` lists them"
@@ -304,7 +238,7 @@ def find(name: str) -> Entry:
     return RECIPES[name]
 
 
-def ready(name: str, recipe: Recipe) -> Recipe:
+def check_ready(name: str, recipe: Recipe) -> Recipe:
     """Refuse a recipe that still lacks what only the user has: data of their own, weights to start from."""
     if recipe.data in PRIVATE:
         raise UserError(f"{PRIVATE[recipe.data]}, so {name} needs data=SOURCE: a folder, parquet files or tar shards")
@@ -313,7 +247,7 @@ def ready(name: str, recipe: Recipe) -> Recipe:
     return recipe
 
 
-# ---- words
+# ---- what a recipe costs, as text
 
 # GFLOPs of a forward pass by model and image side, a multiply-add counted as two; a test holds them to `vitlab.cost`.
 GFLOPS = {
@@ -344,7 +278,7 @@ GFLOPS = {
 
 
 def run_flops(recipe: Recipe) -> float:
-    """Operations of the whole run: a training image costs three forward passes."""
+    """Operations of a complete run: a training image costs three forward passes."""
     images = recipe.steps * recipe.batch if recipe.steps else (recipe.epochs or 0) * IMAGES[recipe.data][0]
     return 3e9 * GFLOPS[recipe.model, recipe.image_size[0]] * images
 

@@ -19,14 +19,14 @@ from vitlab.errors import UserError
 from vitlab.files import fsync
 from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig
 from vitlab.models.meta import meta_model
-from vitlab.models.variants import Model, build, configure
+from vitlab.models.variants import Model, build, create
 from vitlab.settings import check_value, from_json, to_json
 from vitlab.text import brief
 from vitlab.training import checkpoint, manifest
 from vitlab.training.checkpoint import CheckpointMeta, Found
 from vitlab.training.objectives import start_sigmoid
 from vitlab.training.parallel import Cluster
-from vitlab.training.recipe import MODEL_KEYS, Recipe, difference, override, resolved
+from vitlab.training.recipe import Recipe, difference, override, resolve_length
 from vitlab.training.trust import remember, vet_data, vet_weights
 from vitlab.weights import load
 from vitlab.weights.formats.vitlab import model_config, model_json
@@ -131,7 +131,7 @@ def prepare_run(
         checkpoint.check_own_files(out)
         check_same_classes(stored, data, out)
         cluster.agree(lambda: manifest.check_data(out, data, hashed=recipe.hash_data, accept=accept))
-    recipe = resolved(recipe, len(data.train), len(data.test), cluster.world)
+    recipe = resolve_length(recipe, len(data.train), len(data.test), cluster.world)
     if stored is not None:
         if (key := difference(recipe, stored.recipe)) is not None:
             raise UserError(
@@ -177,7 +177,7 @@ def initial_model(recipe: Recipe, data: Data) -> tuple[Model, Preprocess]:
     torch.manual_seed(recipe.seed)
     classes = 0 if recipe.objective == "masked" else len(data.classes)
     if recipe.weights is None:
-        model = build(configure(recipe.model, recipe.model_settings() | {"classes": classes}))
+        model = create(recipe.model, image_size=recipe.image_size, classes=classes, **recipe.model_settings)
         preprocess = recipe.preprocess or Preprocess()
     else:
         loaded = load(recipe.weights, classes=classes, image_size=recipe.image_size)
@@ -189,7 +189,7 @@ def initial_model(recipe: Recipe, data: Data) -> tuple[Model, Preprocess]:
 
 def with_rates(model: Model, recipe: Recipe) -> Model:
     """Loaded weights under the recipe's dropout and stochastic depth; what else a model is, the weights decide."""
-    given = {key: getattr(recipe, key) for key in MODEL_KEYS if getattr(recipe, key) is not None}
+    given = recipe.model_settings
     for key, value in given.items():
         if key not in ("dropout", "drop_path") and getattr(model.config, key, value) != value:
             has = getattr(model.config, key)

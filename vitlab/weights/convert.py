@@ -2,15 +2,18 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from vitlab.errors import UserError
 from vitlab.files import atomic_path
-from vitlab.models.config import Gelu, Size, Standardize, as_size
+from vitlab.models.config import Size, as_size
+from vitlab.settings import from_json, takes
 from vitlab.text import listed
 from vitlab.weights.formats.base import FormatDefaults
 from vitlab.weights.load import FORMATS, read_checkpoint
 
 
+@takes(FormatDefaults, skip=("preprocess",))
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -18,19 +21,27 @@ def convert(
     *,
     format: str | None = None,
     image_size: int | Size | None = None,
-    heads: int | None = None,
-    gelu: Gelu | None = None,
-    norm_eps: float | None = None,
-    group_eps: float | None = None,
-    standardize: Standardize | None = None,
-    standardize_eps: float | None = None,
+    **settings: Any,
 ) -> None:
-    """Write `source`, which is anything `vitlab.load` takes, as a file or folder of the format `to`.
+    """Write a checkpoint in another format, tensor for tensor, in the precision it has.
 
-    >>> convert("ViT-B_16.npz", "vit-base", "huggingface")
+    Args:
+        source: anything that `vitlab.load` takes.
+        target: the file or folder to write; it must not exist. Its ending must suit the format.
+        to: vitlab, huggingface, timm, torchvision or google.
+        format: the source's format, where it fits two.
+        image_size: the source's, where neither the file nor its positions determine it.
+        settings: what the source does not state, listed below.
 
-    The target must not exist. What its format cannot express is refused. `image_size` and the rest are what many
-    files do not say themselves.
+    Raises:
+        UserError: if the target exists, or its format cannot express the model.
+
+    >>> import os, tempfile, vitlab
+    >>> folder = tempfile.mkdtemp()
+    >>> vitlab.save(vitlab.create("Ti/16", image_size=32, depth=1), folder + "/model")
+    >>> convert(folder + "/model", folder + "/vit.safetensors", "timm")
+    >>> os.path.exists(folder + "/vit.safetensors")
+    True
     """
     if to not in FORMATS:
         raise UserError(f"there is no format '{to}'; the formats are {listed(FORMATS)}")
@@ -40,7 +51,7 @@ def convert(
         raise UserError(f"a {to} checkpoint is a file that ends in {listed(endings)}, not {path}")
     if path.exists():
         raise UserError(f"{path} exists; remove it or name another place")
-    given = FormatDefaults(heads, gelu, norm_eps, group_eps, standardize, standardize_eps)
+    given = from_json(FormatDefaults, settings)
     size = None if image_size is None else as_size(image_size)
     found = read_checkpoint(source, given, format=format, image_size=size)
     if size not in (None, found.config.image_size):

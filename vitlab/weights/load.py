@@ -5,6 +5,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,11 @@ from torch import Tensor
 from vitlab.errors import UserError
 from vitlab.files import read_json, sha256
 from vitlab.models.card import Card
-from vitlab.models.config import Gelu, ModelConfig, Preprocess, ResNetConfig, Size, Standardize, as_size
+from vitlab.models.config import ModelConfig, ResNetConfig, Size, as_size
 from vitlab.models.meta import fill_model, meta_model
 from vitlab.models.positions import Resample
 from vitlab.models.variants import Model
+from vitlab.settings import from_json, takes
 from vitlab.text import brief, listed, valid_text
 from vitlab.weights import hub
 from vitlab.weights.formats import google, huggingface, timm, torchvision, vitlab
@@ -33,6 +35,7 @@ FORMATS: dict[str, Format] = {
 log = logging.getLogger("vitlab")
 
 
+@takes(FormatDefaults)
 def load(
     source: str | os.PathLike[str],
     *,
@@ -40,24 +43,33 @@ def load(
     image_size: int | Size | None = None,
     resample: Resample = "bilinear",
     format: str | None = None,
-    heads: int | None = None,
-    gelu: Gelu | None = None,
-    norm_eps: float | None = None,
-    group_eps: float | None = None,
-    standardize: Standardize | None = None,
-    standardize_eps: float | None = None,
-    preprocess: Preprocess | None = None,
+    **settings: Any,
 ) -> Model:
-    """The model in a file, a folder or on the hub, in eval mode on the CPU.
+    """The model in a file, a folder or on the Hugging Face hub.
 
-    >>> vitlab.load("google/vit-base-patch16-224")
-    >>> vitlab.load("R26_S_32.npz", classes=37, image_size=384)
+    Args:
+        source: a run folder, a .safetensors, .npz or .pth file, a hub's folder or a hub id such as
+            "google/vit-base-patch16-224". Nothing in a file is ever executed.
+        classes: another number than the file's gives a new head of zeros; 0 leaves the head out.
+        image_size: another size than the file's resamples the position embeddings.
+        resample: how: "bilinear" as the authors do, or "bicubic".
+        format: vitlab, huggingface, timm, torchvision or google; by default recognized by content.
+        settings: what many files do not state, listed below; each goes before the file's own and the format's default.
 
-    Other `classes` than the file's give a head of zeros; another `image_size` resamples the positions. The format
-    is recognized by what the file holds, or named. The rest is what many files do not say: each goes before what
-    the file, or else its format, says.
+    Returns:
+        The model in eval mode on the CPU, in float32 (float64 stays). `model.card` holds preprocessing, class names
+        and provenance; `model(images)` takes (B, 3, height, width) to logits (B, classes).
+
+    Raises:
+        UserError: if there is no such file, it is damaged or of no known format, or tensors are missing or left over.
+
+    >>> import tempfile, vitlab
+    >>> folder = tempfile.mkdtemp() + "/model"
+    >>> vitlab.save(vitlab.create("Ti/16", image_size=32, depth=1), folder)
+    >>> vitlab.load(folder, classes=5)(torch.zeros(1, 3, 32, 32))
+    tensor([[0., 0., 0., 0., 0.]], grad_fn=<AddmmBackward0>)
     """
-    given = FormatDefaults(heads, gelu, norm_eps, group_eps, standardize, standardize_eps, preprocess)
+    given = from_json(FormatDefaults, settings)
     size = None if image_size is None else as_size(image_size)
     found = read_checkpoint(source, given, format=format, image_size=size)
     if classes is not None and classes != found.config.classes:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from vitlab.errors import UserError
 from vitlab.models.card import Card
 from vitlab.models.config import Gelu, ModelConfig, Preprocess, ResNetConfig, Size, Standardize, StemConfig, ViTConfig
 from vitlab.models.variants import SIZES
+from vitlab.settings import POSITIVE, Range
 from vitlab.text import listed
 from vitlab.weights.formats.table import Row, check_names
 from vitlab.weights.tensors import Shape, TensorFile
@@ -35,13 +36,13 @@ HEADS = {width: heads for _, width, _, heads in SIZES.values()} | {
 class FormatDefaults:
     """What shapes do not tell; None: not said."""
 
-    heads: int | None = None
-    gelu: Gelu | None = None
-    norm_eps: float | None = None
-    group_eps: float | None = None
-    standardize: Standardize | None = None
-    standardize_eps: float | None = None
-    preprocess: Preprocess | None = None
+    heads: Annotated[int | None, Range(1), "attention heads"] = None
+    gelu: Annotated[Gelu | None, "exact GELU or its tanh approximation"] = None
+    norm_eps: Annotated[float | None, POSITIVE, "eps of the layer norms"] = None
+    group_eps: Annotated[float | None, POSITIVE, "eps of a stem's or ResNet's group norms"] = None
+    standardize: Annotated[Standardize | None, "what weight standardization divides by"] = None
+    standardize_eps: Annotated[float | None, POSITIVE, "eps of the weight standardization"] = None
+    preprocess: Annotated[Preprocess | None, "how photos become the model's input"] = None
 
     def over(self, other: "FormatDefaults") -> "FormatDefaults":
         pairs = zip(_values(self), _values(other), strict=True)
