@@ -55,7 +55,7 @@ def test_real_weights_give_the_reference_logits() -> None:
 
 def test_a_file_that_fits_none_or_two(tmp_path: Path) -> None:
     save_file({"layer1.weight": torch.ones(2)}, tmp_path / "none.safetensors")
-    with pytest.raises(UserError, match=r"none\.safetensors is of no format.*layer1\.weight"):
+    with pytest.raises(UserError, match=r"none\.safetensors is of no supported format.*layer1\.weight"):
         load(tmp_path / "none.safetensors")
     one = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32).state_dict()
     two = VisionTransformer(32, 16, 1, 3, 192, 768).state_dict()

@@ -19,8 +19,8 @@ from vitlab.models.meta import meta_model
 from vitlab.models.variants import build
 from vitlab.weights import convert, load, save
 from vitlab.weights.formats.base import FormatDefaults, RawCheckpoint
-from vitlab.weights.formats.table import check
-from vitlab.weights.formats.timm import fits, read
+from vitlab.weights.formats.table import check_tensors
+from vitlab.weights.formats.timm import read, recognizes
 from vitlab.weights.tensors import TensorFile
 
 SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2, "img_size": 64, "num_classes": 11}
@@ -124,14 +124,14 @@ def maths_fit(name: str) -> bool:
     shapes = {key: tuple(x.shape) for key, x in theirs.state_dict().items()}
     cfg = {"pretrained_cfg": {"input_size": list(theirs.pretrained_cfg["input_size"])}}
     source = RawCheckpoint(name, TensorFile(Path(name), shapes, torch.zeros), {"architecture": name, **cfg}, {})
-    if not fits(source):
+    if not recognizes(source):
         return False
     try:
-        reading = read(source, FormatDefaults(), None)
-        check(reading.table, meta_model(reading.config).state_dict(), source.tensors)
+        parsed = read(source, FormatDefaults(), None)
+        check_tensors(parsed.table, meta_model(parsed.config).state_dict(), source.tensors)
     except UserError:
         return False
-    config = reading.config
+    config = parsed.config
     if isinstance(config, ResNetConfig):
         assert {m.eps for m in theirs.modules() if isinstance(m, nn.GroupNorm)} == {config.norm_eps}
         return True

@@ -34,16 +34,16 @@ def convert(
     """
     if to not in FORMATS:
         raise UserError(f"there is no format '{to}'; the formats are {listed(FORMATS)}")
-    path, endings = Path(target), [ending for ending in FORMATS[to].WRITES if ending]
-    folder = path.suffix not in endings
-    if folder and "" not in FORMATS[to].WRITES:
-        raise UserError(f"a {to} checkpoint is a file that ends in {listed(endings)}, not {path}")
+    path, suffixes = Path(target), [suffix for suffix in FORMATS[to].SUFFIXES if suffix]
+    folder = path.suffix not in suffixes
+    if folder and "" not in FORMATS[to].SUFFIXES:
+        raise UserError(f"a {to} checkpoint is a file that ends in {listed(suffixes)}, not {path}")
     if path.exists():
         raise UserError(f"{path} exists; remove it or name another place")
     given = FormatDefaults(heads, gelu, norm_eps, group_eps, standardize, standardize_eps)
     size = None if image_size is None else as_size(image_size)
-    found = read_checkpoint(source, given, format=format, image_size=size)
-    if size not in (None, found.config.image_size):
+    checkpoint = read_checkpoint(source, given, format=format, image_size=size)
+    if size not in (None, checkpoint.config.image_size):
         raise UserError(f"convert does not resample positions; load {source} with image_size={size} and save that")
-    with atomic_path(path, folder) as place:
-        FORMATS[to].write(found.config, found.tensors, found.card, place)
+    with atomic_path(path, folder) as new:
+        FORMATS[to].write(checkpoint.config, checkpoint.tensors, checkpoint.card, new)
