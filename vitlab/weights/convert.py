@@ -1,4 +1,4 @@
-"""`vitlab convert`: a checkpoint of any format as one of another, tensor for tensor, in the precision it has."""
+"""`vitlab convert`: a checkpoint of any format written in another one, tensor for tensor, in the precision it has."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ from vitlab.files import atomic_path
 from vitlab.models.config import Gelu, Size, Standardize, as_size
 from vitlab.text import listed
 from vitlab.weights.formats.base import FormatDefaults
-from vitlab.weights.load import FORMATS, read_checkpoint
+from vitlab.weights.load import FORMATS, check_format, read_checkpoint
 
 
 def convert(
@@ -32,8 +32,7 @@ def convert(
     The target must not exist. What its format cannot express is refused. `image_size` and the rest are what many
     files do not say themselves.
     """
-    if to not in FORMATS:
-        raise UserError(f"there is no format '{to}'; the formats are {listed(FORMATS)}")
+    check_format(to)
     path, suffixes = Path(target), [suffix for suffix in FORMATS[to].SUFFIXES if suffix]
     folder = path.suffix not in suffixes
     if folder and "" not in FORMATS[to].SUFFIXES:

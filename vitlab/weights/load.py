@@ -137,11 +137,15 @@ def open_folder(name: str, path: Path) -> RawCheckpoint:
 # ---- recognize
 
 
+def check_format(name: str) -> None:
+    if name not in FORMATS:
+        raise UserError(f"there is no format '{name}'; the formats are {listed(FORMATS)}")
+
+
 def recognize_format(source: RawCheckpoint, format: str | None) -> str:
     """The format's name: the caller's, or that of the one format that recognizes the tensors."""
     if format is not None:
-        if format not in FORMATS:
-            raise UserError(f"there is no format '{format}'; the formats are {listed(FORMATS)}")
+        check_format(format)
         return format
     formats = [name for name, module in FORMATS.items() if module.recognizes(source)]
     if len(formats) == 1:

@@ -293,18 +293,18 @@ def check_vit(
     """Refuse a model that is not a ViT with full attention and positions at the stem, or not as the target needs it."""
     if isinstance(c, ResNetConfig):
         raise cannot_express(target, "a ResNet")
-    if c.attention == "axial":
-        raise cannot_express(target, "axial attention")
-    if c.positions not in positions:
-        raise cannot_express(target, f"positions='{c.positions}'")
-    if c.placement != "stem":
-        raise cannot_express(target, f"positions at every layer (placement='{c.placement}')")
-    if c.stem and not stem:
-        raise cannot_express(target, "a ResNet stem")
-    if c.pool not in pools:
-        raise cannot_express(target, f"pool='{c.pool}', only {listed(pools)}")
-    if square and c.image_size[0] != c.image_size[1]:
-        raise cannot_express(target, f"images that are not square ({c.image_size[0]}x{c.image_size[1]})")
+    height, width = c.image_size
+    faults = {
+        "axial attention": c.attention == "axial",
+        f"positions='{c.positions}'": c.positions not in positions,
+        f"positions at every layer (placement='{c.placement}')": c.placement != "stem",
+        "a ResNet stem": c.stem is not None and not stem,
+        f"pool='{c.pool}', only {listed(pools)}": c.pool not in pools,
+        f"images that are not square ({height}x{width})": square and height != width,
+    }
+    for part, is_fault in faults.items():
+        if is_fault:
+            raise cannot_express(target, part)
     return c
 
 
