@@ -1,4 +1,4 @@
-"""`vitlab predict` and what should not be opened, or believed."""
+"""`vitlab predict` with pipes, devices and hostile settings."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("pattern", ["", "*"])
-def test_pipes_are_passed_over(model: Path, photos: Path, pattern: str, command: Command) -> None:
+def test_pipes_are_skipped(model: Path, photos: Path, pattern: str, command: Command) -> None:
     code, out, _ = command("predict", str(model), str(photos / pattern), "--json")
     assert code == 0
     assert len(out.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Damaged and hostile variants of a file: of its bytes, and of what they mean, so that the outer checks still pass."""
+"""Damaged and hostile variants of a file: of its bytes, and of its content, so that the outer checks still pass."""
 
 import hashlib
 import io
@@ -137,7 +137,7 @@ def change(value: Any, draw: Random) -> Any:
 
 
 def safetensors(data: bytes, draw: Random) -> bytes:
-    """The header as JSON, with its length made right again."""
+    """The header as JSON, with its length corrected."""
     length = int.from_bytes(data[:8], "little")
     if draw.random() < 0.2 or length > len(data) - 8:
         return scramble(data, draw)
@@ -146,7 +146,7 @@ def safetensors(data: bytes, draw: Random) -> bytes:
 
 
 def zipped(data: bytes, draw: Random) -> bytes:
-    """A member's content or name, with checksums made right again; compressed, now and then."""
+    """A member's content or name, with correct checksums; compressed, now and then."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = [(info.filename, archive.read(info)) for info in archive.infolist()]
@@ -154,7 +154,7 @@ def zipped(data: bytes, draw: Random) -> bytes:
         return scramble(data, draw)
     if draw.random() < 0.2 or not members:
         return scramble(data, draw)
-    # an array's header and a pickle lie in front: most changes go there
+    # an array's header and a pickle are at the front: most changes go there
     place = draw.randrange(len(members))
     name, content = members[place]
     front = min(len(content), draw.choice((128, len(content))))

@@ -96,7 +96,7 @@ def converted(folder: Path, name: str, to: str, width: int = 8, gelu: str = "exa
 
 def safetensors_seeds(folder: Path) -> list[bytes]:
     ours = tiny(folder / "ours") / "model.safetensors"
-    alone = converted(folder, "timm.safetensors", "timm", width=64)  # where a file does not say it, heads are 64 wide
+    alone = converted(folder, "timm.safetensors", "timm", width=64)  # heads are 64 wide by default
     return [path.read_bytes() for path in (ours, alone)]
 
 

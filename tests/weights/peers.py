@@ -1,4 +1,4 @@
-"""Models with every tensor random, ours and other libraries', and what it means that two agree."""
+"""Models with every tensor random, ours and other libraries', and the comparison of their logits."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def randomize(model: M, dtype: torch.dtype = torch.float32, seed: int = 0) -> M:
-    """Every tensor random, so that nothing can hide behind a zero; activations and logits stay of order one."""
+    """Every tensor random, so that no zero hides a mistake; activations and logits stay of order one."""
     generator = torch.Generator().manual_seed(seed)
     model = model.to(dtype).eval()
     for name, tensor in model.state_dict().items():
@@ -29,7 +29,7 @@ def randomize(model: M, dtype: torch.dtype = torch.float32, seed: int = 0) -> M:
 
 
 def empty(make: Callable[[], M]) -> M:
-    """A model without the time its own initialization takes."""
+    """A model without its initialization, which takes long."""
     with torch.device("meta"):
         return make().to_empty(device="cpu")
 
@@ -44,5 +44,5 @@ def agree(a: Tensor, b: Tensor) -> None:
     """The same logits, up to rounding."""
     assert a.shape == b.shape
     assert a.dtype == b.dtype
-    assert 0.1 < a.std() < 10  # logits that say something, of order one
+    assert 0.1 < a.std() < 10  # of order one, so that a difference is visible
     assert (a - b).abs().max() <= (2e-5 if a.dtype == torch.float32 else 1e-10)

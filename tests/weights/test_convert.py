@@ -1,16 +1,16 @@
-"""What a format can say and what it cannot; the command line's verb."""
+"""What a format can express and what it cannot; the command line."""
 
 import dataclasses
-import subprocess
-import sys
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peers import randomize
+from safetensors.torch import load_file
 
-import vitlab
 from vitlab.errors import UserError
 from vitlab.models.config import ResNetConfig, StemConfig, ViTConfig
 from vitlab.models.variants import build
@@ -58,7 +58,7 @@ def test_what_a_target_cannot_express_is_named(to: str, config: Any, part: str, 
     assert [p.name for p in tmp_path.iterdir()] == ["ours"]  # and nothing is left behind
 
 
-def test_a_file_alone_says_less_than_a_folder_or_more(tmp_path: Path) -> None:
+def test_a_file_alone_expresses_less_than_a_folder_or_more(tmp_path: Path) -> None:
     save(build(vit(gelu="tanh")), tmp_path / "tanh")
     convert(tmp_path / "tanh", tmp_path / "folder", "timm")
     with pytest.raises(UserError, match="gelu=tanh"):
@@ -90,8 +90,6 @@ def test_every_precision_survives(to: str, dtype: torch.dtype, tmp_path: Path) -
     convert(tmp_path / "ours", target, to)
     convert(target, tmp_path / "back", "vitlab", heads=2)
     weights = [tmp_path / name / "model.safetensors" for name in ("ours", "back")]
-    from safetensors.torch import load_file
-
     ours, back = map(load_file, weights)
     assert ours.keys() == back.keys()
     assert all(torch.equal(ours[key], back[key]) and back[key].dtype == dtype for key in ours)
@@ -99,12 +97,12 @@ def test_every_precision_survives(to: str, dtype: torch.dtype, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("target", "to", "said"),
+    ("target", "to", "message"),
     [("x", "keras", "no format 'keras'"), ("x", "google", ".npz"), ("x.npz", "torchvision", ".pth")],
 )
-def test_wrong_words(target: str, to: str, said: str, tmp_path: Path) -> None:
+def test_wrong_targets(target: str, to: str, message: str, tmp_path: Path) -> None:
     save(build(VIT), tmp_path / "ours")
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         convert(tmp_path / "ours", tmp_path / target, to)
 
 
@@ -114,18 +112,18 @@ def test_convert_does_not_resample(tmp_path: Path) -> None:
         convert(tmp_path / "ours", tmp_path / "x", "vitlab", image_size=32)
 
 
-def test_the_verb(tmp_path: Path) -> None:
-    def run(*words: Any) -> subprocess.CompletedProcess[str]:
-        program = Path(sys.executable).with_name("vitlab")
-        return subprocess.run([program, "convert", *map(str, words)], capture_output=True, text=True)
-
-    save(vitlab.create("Ti/16", image_size=32, classes=3), tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "x.safetensors", "timm")
-    done = run(tmp_path / "x.safetensors", tmp_path / "back", "--to", "huggingface", "norm_eps=1e-5", "heads=4")
-    assert done.returncode == 0, done.stderr
-    assert "gelu=exact" in done.stderr  # what the file did not say is said
-    assert load(tmp_path / "back").config.norm_eps == 1e-5
-    assert load(tmp_path / "back").config.heads == 4
-    done = run(tmp_path / "ours", tmp_path / "y.npz", "--to", "google")
-    assert done.returncode == 1
-    assert "gelu" in done.stderr
+def test_the_command(
+    command: Callable[..., tuple[int, str, str]], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    ours, bare, back = (str(tmp_path / name) for name in ("ours", "x.safetensors", "back"))
+    save(build(VIT), ours)
+    convert(ours, bare, "timm")
+    with caplog.at_level(logging.INFO, "vitlab"):
+        code, _, err = command("convert", bare, back, "--to", "huggingface", "norm_eps=1e-5", "heads=4")
+    assert code == 0, err
+    assert "gelu=exact" in caplog.text  # what the file does not have is reported
+    assert load(back).config.norm_eps == 1e-5
+    assert load(back).config.heads == 4
+    code, _, err = command("convert", ours, str(tmp_path / "y.npz"), "--to", "google")
+    assert code == 1
+    assert "gelu" in err

@@ -1,4 +1,4 @@
-"""The authors' npz files, against their models in plain numpy."""
+"""The authors' npz files, compared with their models in plain numpy."""
 
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from vitlab.errors import UserError
 from vitlab.models.config import StemConfig, ViTConfig
 from vitlab.models.variants import build
 from vitlab.weights import convert, load, save
+from vitlab.weights.formats.google import check_expressible
 
 FILES: dict[str, tuple[Any, int]] = {
     "ViT": (authors.vit(8, 4, 64, 100, 4, 2, 7), 32),
@@ -34,7 +35,7 @@ def forward(w: authors.Weights, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", FILES)
-def test_theirs_here(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_load_theirs(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     drawn, size = FILES[name]
     kind = "f4" if dtype == torch.float32 else "f8"
     arrays = {key: array.astype(kind) for key, array in drawn.w.items()}
@@ -48,7 +49,7 @@ def test_theirs_here(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_there_and_back_is_bit_identical(name: str, tmp_path: Path) -> None:
+def test_round_trip_is_bit_identical(name: str, tmp_path: Path) -> None:
     theirs = {key: array.astype("f4") for key, array in FILES[name][0].w.items()}
     np.savez_compressed(tmp_path / "theirs.npz", **theirs)
     convert(tmp_path / "theirs.npz", tmp_path / "ours", "vitlab")
@@ -61,7 +62,7 @@ def test_there_and_back_is_bit_identical(name: str, tmp_path: Path) -> None:
         assert back[key].tobytes() == array.tobytes()
 
 
-def test_ours_there(tmp_path: Path) -> None:
+def test_write_ours(tmp_path: Path) -> None:
     stem = StemConfig((1, 2), width=32)
     config = ViTConfig((48, 48), patch=2, depth=2, width=96, mlp=130, heads=3, classes=5, stem=stem, gelu="tanh")
     ours = randomize(build(config), torch.float64)
@@ -78,7 +79,7 @@ def test_without_a_head_there_are_no_classes(tmp_path: Path) -> None:
     assert load(tmp_path / "body.npz").config.classes == 0
 
 
-def test_heads_are_told_and_cannot_be_overridden(tmp_path: Path) -> None:
+def test_heads_are_stored_and_cannot_be_overridden(tmp_path: Path) -> None:
     np.savez(tmp_path / "theirs.npz", **FILES["ViT"][0].w)
     assert load(tmp_path / "theirs.npz", heads=4).config.heads == 4  # 16 each, not 64
     with pytest.raises(UserError, match="4 heads"):
@@ -100,17 +101,15 @@ def test_positions_are_resampled_as_the_authors_do(size: tuple[int, int], tmp_pa
     table = drawn.w["Transformer/posembed_input/pos_embedding"][0]
     height, width = size[0] // 8, size[1] // 8
     grid = zoom(table[1:].reshape(4, 4, -1), (height / 4, width / 4, 1), order=1)
-    wanted = np.concatenate([table[:1], grid.reshape(height * width, -1)])
-    assert np.abs(ours.positions.table[0].detach().numpy() - wanted).max() < 1e-6
+    expected = np.concatenate([table[:1], grid.reshape(height * width, -1)])
+    assert np.abs(ours.positions.table[0].detach().numpy() - expected).max() < 1e-6
     assert ours(images(size, torch.float64)).shape == (2, 7)
 
 
-def test_hybrid_and_bit_by_name_have_the_authors_maths() -> None:
-    """What `create` builds can be written in the authors' format but for the GELU, its own traits being theirs."""
-    from vitlab.weights.formats.google import require_expressible
-
+def test_hybrid_and_bit_by_name_have_the_authors_math() -> None:
+    """What `create` builds can be written in the authors' format, if it has their GELU."""
     for name in ("R50+B/16", "R26+S/32", "R+Ti/16"):
-        require_expressible(vitlab.models.variants.configure(name, {"gelu": "tanh"}))
+        check_expressible(vitlab.models.variants.configure(name, {"gelu": "tanh"}))
         with pytest.raises(UserError, match="gelu"):
-            require_expressible(vitlab.models.variants.configure(name, {"gelu": "exact"}))
-    require_expressible(vitlab.models.variants.configure("R50x1", {}))
+            check_expressible(vitlab.models.variants.configure(name, {"gelu": "exact"}))
+    check_expressible(vitlab.models.variants.configure("R50x1", {}))

@@ -1,4 +1,4 @@
-"""transformers' models here and ours there, always through `save_pretrained`: names in memory and in files differ."""
+"""transformers' models loaded here and ours there, through `save_pretrained`: names in memory and files differ."""
 
 import dataclasses
 import json
@@ -20,9 +20,9 @@ from vitlab.weights import convert, load, save
 SMALL = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 130}
 SMALL |= {"image_size": 32, "patch_size": 8, "num_labels": 7}
 CASES: dict[str, dict[str, Any]] = {
-    "B/16": {"image_size": 64, "num_hidden_layers": 4},
-    "B/32": {"image_size": 64, "num_hidden_layers": 4, "patch_size": 32, "num_labels": 21},
-    "Ti/16": {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768},
+    "B/16": {"image_size": 64, "num_hidden_layers": 2},
+    "B/32": {"image_size": 64, "num_hidden_layers": 1, "patch_size": 32, "num_labels": 21},
+    "Ti/16": {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "num_hidden_layers": 2},
     "small": SMALL,
     "tanh": {**SMALL, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
     "not square": {**SMALL, "image_size": [32, 48]},
@@ -30,16 +30,16 @@ CASES: dict[str, dict[str, Any]] = {
 TYPES = [torch.float32, torch.float64]
 
 
-def saved(model: Any, folder: Path) -> Path:
+def save_theirs(model: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("args", CASES.values(), ids=CASES.keys())
-def test_theirs_here(args: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+def test_load_theirs(args: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
     theirs = randomize(ViTForImageClassification(TheirConfig(**args)), dtype)
-    ours = load(saved(theirs, tmp_path))
+    ours = load(save_theirs(theirs, tmp_path))
     x = images(ours.config.image_size, dtype)
     with torch.no_grad():
         agree(ours(x), theirs(x).logits)
@@ -48,7 +48,7 @@ def test_theirs_here(args: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -
 @pytest.mark.parametrize("pooler", [True, False])
 def test_vitmodel_is_a_model_without_a_head(pooler: bool, tmp_path: Path) -> None:
     theirs = randomize(ViTModel(TheirConfig(**SMALL, pooler_output_size=80), add_pooling_layer=pooler))
-    ours = load(saved(theirs, tmp_path))
+    ours = load(save_theirs(theirs, tmp_path))
     x = images(32)
     with torch.no_grad():
         out = theirs(x)
@@ -57,8 +57,8 @@ def test_vitmodel_is_a_model_without_a_head(pooler: bool, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", [ViTForImageClassification, ViTModel])
-def test_there_and_back_is_bit_identical(kind: Any, tmp_path: Path) -> None:
-    theirs = load_file(saved(randomize(kind(TheirConfig(**SMALL))), tmp_path / "theirs") / "model.safetensors")
+def test_round_trip_is_bit_identical(kind: Any, tmp_path: Path) -> None:
+    theirs = load_file(save_theirs(randomize(kind(TheirConfig(**SMALL))), tmp_path / "theirs") / "model.safetensors")
     convert(tmp_path / "theirs", tmp_path / "ours", "vitlab")
     convert(tmp_path / "ours", tmp_path / "back", "huggingface")
     back = load_file(tmp_path / "back" / "model.safetensors")
@@ -77,7 +77,7 @@ OURS = {
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("config", OURS.values(), ids=OURS.keys())
-def test_ours_there(config: ViTConfig, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_write_ours(config: ViTConfig, dtype: torch.dtype, tmp_path: Path) -> None:
     ours = randomize(build(config), dtype)
     save(ours, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "theirs", "huggingface")
@@ -94,13 +94,13 @@ def test_ours_there(config: ViTConfig, dtype: torch.dtype, tmp_path: Path) -> No
 def test_names_in_memory_are_read_too(tmp_path: Path) -> None:
     theirs = randomize(ViTForImageClassification(TheirConfig(**SMALL)))
     torch.save(theirs.state_dict(), tmp_path / "memory.pth")
-    ours = load(tmp_path / "memory.pth", heads=4)  # a bare file has no config to say it
+    ours = load(tmp_path / "memory.pth", heads=4)  # a bare file has no config with it
     x = images(32)
     with torch.no_grad():
         agree(ours(x), theirs(x).logits)
 
 
-def test_labels_and_preprocessing_come_along(tmp_path: Path) -> None:
+def test_labels_and_preprocessing_are_read(tmp_path: Path) -> None:
     names = ["ant", "bee", "cow", "doe", "elk", "fox", "gnu"]
     theirs = ViTForImageClassification(TheirConfig(**SMALL, id2label=dict(enumerate(names))))
     theirs.save_pretrained(tmp_path)
@@ -111,7 +111,7 @@ def test_labels_and_preprocessing_come_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fit", ["crop", "stretch"])
-def test_their_processor_prepares_as_ours_says(fit: Any, tmp_path: Path) -> None:
+def test_their_processor_reads_our_preprocessing(fit: Any, tmp_path: Path) -> None:
     preprocess = Preprocess(mean=(0.1, 0.2, 0.3), interpolation="bicubic", fit=fit, crop=0.8)
     labels = ["a", "b", "c", "d", "e"]
     save(build(OURS["square"]), tmp_path / "ours", preprocess=preprocess, labels=labels)
@@ -128,8 +128,8 @@ def test_their_processor_prepares_as_ours_says(fit: Any, tmp_path: Path) -> None
     assert back.card.labels == tuple(labels)
 
 
-def test_labels_nobody_gave_are_no_labels(tmp_path: Path) -> None:
-    assert load(saved(ViTForImageClassification(TheirConfig(**SMALL)), tmp_path)).card.labels is None
+def test_default_labels_are_no_labels(tmp_path: Path) -> None:
+    assert load(save_theirs(ViTForImageClassification(TheirConfig(**SMALL)), tmp_path)).card.labels is None
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_labels_nobody_gave_are_no_labels(tmp_path: Path) -> None:
         ("pooler_act", "relu"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(key: str, value: Any, tmp_path: Path) -> None:
-    saved(ViTForImageClassification(TheirConfig(**SMALL)), tmp_path)
+def test_a_config_that_does_not_match_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+    save_theirs(ViTForImageClassification(TheirConfig(**SMALL)), tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
     with pytest.raises(UserError, match=str(tmp_path)):
@@ -155,6 +155,6 @@ def test_a_config_that_does_not_fit_is_refused(key: str, value: Any, tmp_path: P
 
 
 def test_models_without_biases_are_refused_by_name(tmp_path: Path) -> None:
-    saved(ViTForImageClassification(TheirConfig(**SMALL, qkv_bias=False)), tmp_path)
+    save_theirs(ViTForImageClassification(TheirConfig(**SMALL, qkv_bias=False)), tmp_path)
     with pytest.raises(UserError, match=r"encoder\.layer\.0-1\.attention\.attention\.query\.bias.*missing"):
         load(tmp_path)

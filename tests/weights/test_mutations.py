@@ -1,4 +1,4 @@
-"""Real files of every kind, damaged at random: each loads as what its bytes still say, or is refused cleanly."""
+"""Files of every kind, damaged at random: each loads as the bytes it still has, or is refused with one line."""
 
 import io
 import json
@@ -26,7 +26,7 @@ TINY = vitlab.models.config.ViTConfig((16, 16), patch=8, depth=1, width=32, mlp=
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small checkpoint of each kind; where there is a config, the file that is damaged is named by the key."""
+    """A small checkpoint of each kind: the file to damage."""
     folder = tmp_path_factory.mktemp("sources")
     ours = randomize(vitlab.build(TINY))
     save(ours, folder / "ours")
@@ -60,8 +60,8 @@ KINDS = ["safetensors", "pth", "old pth", "npz", "packed npz", "our weights", "h
 CONFIGS = ["our config", "hub config", "timm config"]
 
 
-def damaged(data: bytes, rng: random.Random) -> bytes:
-    """One of the ways files break; half of the time near the start or the end, where the claims are."""
+def damage(data: bytes, rng: random.Random) -> bytes:
+    """One of the ways files break; half of the time near the start or the end, where the headers are."""
     size = len(data)
     near = rng.choice((min(400, size), size))
     place = rng.randrange(near) if rng.random() < 0.7 else size - 1 - rng.randrange(near)
@@ -81,13 +81,13 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 def attempt(path: Path) -> Any:
-    """The model, or None after a clean refusal."""
+    """The model, or None after an error of one line."""
     try:
         return vitlab.load(path, heads=2)
     except UserError as error:
-        said = str(error)
-    assert "\n" not in said
-    assert len(said) < 5000
+        message = str(error)
+    assert "\n" not in message
+    assert len(message) < 5000
     return None
 
 
@@ -95,7 +95,7 @@ def bits(tensors: dict[str, Tensor]) -> list[bytes]:
     return sorted(x.detach().contiguous().view(torch.uint8).numpy().tobytes() for x in tensors.values())
 
 
-def still_said(kind: str, data: bytes) -> list[bytes]:
+def remaining_bits(kind: str, data: bytes) -> list[bytes]:
     """The tensors in a damaged file, as the library that owns the format reads them."""
     if kind == "safetensors":
         return bits(load(data))
@@ -108,32 +108,32 @@ def still_said(kind: str, data: bytes) -> list[bytes]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_weights(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
     original = sources[kind].read_bytes()
-    whole = attempt(sources[kind] if kind in KINDS[:5] else sources[kind].parent)
-    assert whole is not None
+    intact = attempt(sources[kind] if kind in KINDS[:5] else sources[kind].parent)
+    assert intact is not None
     folder = tmp_path / "folder"
     folder.mkdir()
     for file in sources[kind].parent.glob("*.json"):
         (folder / file.name).write_bytes(file.read_bytes())
     for seed in range(CASES):
-        data = damaged(original, random.Random(f"{kind} {seed}"))
+        data = damage(original, random.Random(f"{kind} {seed}"))
         file = folder / sources[kind].name
         file.write_bytes(data)
         model = attempt(file if kind in KINDS[:5] else folder)
         if model is None or data == original:
             continue
         if kind in ("safetensors", "pth", "old pth"):
-            assert bits(model.state_dict()) == still_said(kind, data)
-        elif kind == "hub weights":  # no checksum, and names that our tensors are made of
-            assert model.config == whole.config
-        else:  # npz members and our own weights carry checksums: what loads is what was saved
-            assert bits(model.state_dict()) == bits(whole.state_dict())
+            assert bits(model.state_dict()) == remaining_bits(kind, data)
+        elif kind == "hub weights":  # no checksum, and several of its tensors make one of ours
+            assert model.config == intact.config
+        else:  # npz members and our own weights have checksums
+            assert bits(model.state_dict()) == bits(intact.state_dict())
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_damaged_configs(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
-    """Bytes and values at random: nothing but a refusal, or the same tensors."""
+    """Bytes and values at random: an error of one line, or the same tensors."""
     source = sources[kind]
-    whole = attempt(source.parent)
+    intact = attempt(source.parent)
     folder = tmp_path / "folder"
     folder.mkdir()
     for file in source.parent.iterdir():
@@ -141,27 +141,27 @@ def test_damaged_configs(kind: str, sources: dict[str, Path], tmp_path: Path) ->
     for seed in range(CASES):
         rng = random.Random(f"{kind} {seed}")
         text = source.read_bytes()
-        changed = damaged(text, rng) if seed % 3 == 0 else json.dumps(other(json.loads(text), rng)).encode()
+        changed = damage(text, rng) if seed % 3 == 0 else json.dumps(change(json.loads(text), rng)).encode()
         (folder / source.name).write_bytes(changed)
         model = attempt(folder)
         if model is not None:
-            assert bits(model.state_dict()) == bits(whole.state_dict())
+            assert bits(model.state_dict()) == bits(intact.state_dict())
 
 
-def other(data: Any, rng: random.Random) -> Any:
+def change(data: Any, rng: random.Random) -> Any:
     """The same JSON with one value, at any depth, of another kind or size."""
     if isinstance(data, dict) and data and rng.random() < 0.9:
         key = rng.choice(list(data))
-        return {**data, key: other(data[key], rng)}
+        return {**data, key: change(data[key], rng)}
     if isinstance(data, list) and data and rng.random() < 0.7:
         place = rng.randrange(len(data))
-        return [*data[:place], other(data[place], rng), *data[place + 1 :]]
+        return [*data[:place], change(data[place], rng), *data[place + 1 :]]
     return rng.choice(
         (None, True, 0, -1, 3, 10**9, 10**30, 0.5, -1e300, "", "gelu", "x" * 50, [], [1, 2], {}, {"a": 1}, [[]], "../x")
     )
 
 
-def test_the_archives_here_do_carry_checksums(sources: dict[str, Path]) -> None:
+def test_the_archives_have_checksums(sources: dict[str, Path]) -> None:
     for kind in ("npz", "packed npz"):
         assert all(info.CRC for info in zipfile.ZipFile(sources[kind]).infolist())
 

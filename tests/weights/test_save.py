@@ -1,4 +1,4 @@
-"""Our own folder: everything comes back, and no interruption leaves anything but the old model or the new one."""
+"""Our own folder: everything is restored, and an interrupted save leaves the old model or the new one."""
 
 import copy
 import dataclasses
@@ -38,7 +38,7 @@ CONFIGS: dict[str, Any] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_everything_comes_back(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_everything_is_restored(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = randomize(build(CONFIGS[name]), dtype)
     save(model, tmp_path / "run")
     back = load(tmp_path / "run")
@@ -48,7 +48,7 @@ def test_everything_comes_back(name: str, dtype: torch.dtype, tmp_path: Path) ->
     assert not any(x.is_meta for x in [*back.parameters(), *back.buffers()])
     x = images(model.config.image_size, dtype)
     assert torch.equal(back(x), model(x))
-    bare = load(tmp_path / "run" / "model.safetensors")  # the header says enough
+    bare = load(tmp_path / "run" / "model.safetensors")  # the header has the config too
     assert torch.equal(bare(x), model(x))
     larger = tuple(2 * side for side in model.config.image_size)
     assert torch.equal(
@@ -56,7 +56,7 @@ def test_everything_comes_back(name: str, dtype: torch.dtype, tmp_path: Path) ->
     )
 
 
-def test_what_travels_with_the_weights(tmp_path: Path) -> None:
+def test_the_card_is_saved_with_the_weights(tmp_path: Path) -> None:
     preprocess = Preprocess(mean=(0.1, 0.2, 0.3), interpolation="lanczos", fit="stretch")
     save(build(VIT), tmp_path / "one", preprocess=preprocess, labels=["ä", "b", "c"])
     model = load(tmp_path / "one")
@@ -81,10 +81,10 @@ def test_provenance_names_the_first_source(tmp_path: Path) -> None:
     convert(tmp_path / "ours", tmp_path / "theirs.safetensors", "timm")
     convert(tmp_path / "theirs.safetensors", tmp_path / "run", "vitlab", heads=4, image_size=(16, 24))
     save(load(tmp_path / "run"), tmp_path / "copy")
-    said = json.loads((tmp_path / "copy" / "config.json").read_text())
+    config = json.loads((tmp_path / "copy" / "config.json").read_text())
     digest = sha256((tmp_path / "theirs.safetensors").read_bytes()).hexdigest()
-    assert said["provenance"] == {"source": str(tmp_path / "theirs.safetensors"), "format": "timm", "sha256": digest}
-    assert said["sha256"] == sha256((tmp_path / "copy" / "model.safetensors").read_bytes()).hexdigest()
+    assert config["provenance"] == {"source": str(tmp_path / "theirs.safetensors"), "format": "timm", "sha256": digest}
+    assert config["sha256"] == sha256((tmp_path / "copy" / "model.safetensors").read_bytes()).hexdigest()
 
 
 def test_a_run_folder_is_saved_into(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_run_folder_is_saved_into(tmp_path: Path) -> None:
     assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "config.json", "log.jsonl", "model.safetensors"]
 
 
-def test_others_are_not_overwritten(tmp_path: Path) -> None:
+def test_models_of_other_programs_are_not_overwritten(tmp_path: Path) -> None:
     save(build(dataclasses.replace(VIT, norm_eps=1e-6)), tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "hub", "timm")
     before = (tmp_path / "hub" / "model.safetensors").read_bytes()
@@ -169,13 +169,13 @@ def test_every_moment_of_a_save(
             load(run)
     else:
         assert load(run).head.bias[0] == bias[loads]
-    save(marked(3.0), run)  # and the next save puts it right
+    save(marked(3.0), run)  # and the next save repairs it
     assert load(run).head.bias[0] == 3
     assert sorted(p.name for p in run.iterdir()) == ["config.json", "model.safetensors"]
 
 
-def killed(work: Callable[[], None], seconds: float) -> None:
-    """Run in a process of its own and kill it, -9, after so long."""
+def run_and_kill(work: Callable[[], None], seconds: float) -> None:
+    """Run in a process of its own, and kill that with SIGKILL after so many seconds."""
     child = os.fork()
     if not child:
         try:
@@ -191,7 +191,7 @@ def killed(work: Callable[[], None], seconds: float) -> None:
 def test_kill_while_saving_into_a_run_folder(tmp_path: Path) -> None:
     models = [marked(1.0), marked(2.0)]
     models[1].blocks[0].mlp.up.weight.data += 1
-    whole = [{name: x.clone() for name, x in model.state_dict().items()} for model in models]
+    expected = [{name: x.clone() for name, x in model.state_dict().items()} for model in models]
     save(models[0], tmp_path / "run")
 
     def work() -> None:
@@ -201,10 +201,10 @@ def test_kill_while_saving_into_a_run_folder(tmp_path: Path) -> None:
 
     rng, seen = random.Random(0), set()
     for _ in range(150):
-        killed(work, rng.uniform(0, 0.06))
-        found = load(tmp_path / "run").state_dict()
-        which = int(found["head.bias"][0] == 2)
-        assert all(torch.equal(x, whole[which][name]) for name, x in found.items())
+        run_and_kill(work, rng.uniform(0, 0.06))
+        loaded = load(tmp_path / "run").state_dict()
+        which = int(loaded["head.bias"][0] == 2)
+        assert all(torch.equal(x, expected[which][name]) for name, x in loaded.items())
         seen.add(which)
     assert seen == {0, 1}
 
@@ -218,14 +218,14 @@ def test_kill_while_converting(to: str, tmp_path: Path) -> None:
     rng, done = random.Random(0), 0
     for i in range(60):
         target = tmp_path / f"{to}-{i}"
-        killed(lambda target=target: convert(tmp_path / "ours", target, to), rng.uniform(0, 0.08))
-        if target.exists():  # then it is all there
+        run_and_kill(lambda target=target: convert(tmp_path / "ours", target, to), rng.uniform(0, 0.08))
+        if target.exists():  # then it is complete
             done += 1
             assert all(torch.equal(x, model.state_dict()[name]) for name, x in load(target).state_dict().items())
     assert 0 < done < 60
 
 
-def test_save_takes_our_models_only(tmp_path: Path) -> None:
+def test_save_needs_a_vitlab_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Linear"):
         save(torch.nn.Linear(2, 2), tmp_path / "run")  # type: ignore[arg-type]
     compiled = torch.compile(vitlab.build(VIT))

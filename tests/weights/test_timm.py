@@ -1,4 +1,4 @@
-"""timm's models here and ours there: the same logits, the same bits."""
+"""timm's models loaded here and ours there: the same logits, the same bits."""
 
 import dataclasses
 import json
@@ -19,23 +19,23 @@ from vitlab.models.meta import meta_model
 from vitlab.models.variants import build
 from vitlab.weights import convert, load, save
 from vitlab.weights.formats.base import FormatDefaults, RawCheckpoint
-from vitlab.weights.formats.table import check
-from vitlab.weights.formats.timm import fits, read
+from vitlab.weights.formats.table import check_tensors
+from vitlab.weights.formats.timm import read, recognizes
 from vitlab.weights.tensors import TensorFile
 
 SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2, "img_size": 64, "num_classes": 11}
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("vit_tiny_patch16_224", {}),
-    ("vit_small_patch32_224", {}),
-    ("vit_base_patch16_224", {"img_size": 64}),
-    ("vit_base_patch32_224", {}),
+    ("vit_tiny_patch16_224", {"depth": 3}),
+    ("vit_small_patch32_224", {"depth": 2}),
+    ("vit_base_patch16_224", {"img_size": 64, "depth": 2}),
+    ("vit_base_patch32_224", {"depth": 1}),
     ("vit_base_patch16_224", {**SMALL, "num_heads": 1, "mlp_ratio": 2.3, "patch_size": 8}),
     ("vit_base_patch16_224", {**SMALL, "embed_dim": 128, "num_classes": 0}),
     ("vit_base_patch16_gap_224", {**SMALL, "num_heads": 1}),
     ("vit_base_patch16_siglip_224", {**SMALL, "num_heads": 1}),
     ("vit_tiny_r_s16_p8_224", {"depth": 2}),
-    ("vit_small_r26_s32_224", {}),
-    ("vit_base_r50_s16_224", {"depth": 2, "img_size": 64}),
+    ("vit_small_r26_s32_224", {"depth": 1, "img_size": 64}),
+    ("vit_base_r50_s16_224", {"depth": 1, "img_size": 64}),
     ("resnetv2_50x1_bit", {"num_classes": 11}),
 ]
 
@@ -49,7 +49,7 @@ TYPES = [torch.float32, torch.float64]
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("name", "args"), CASES)
-def test_theirs_here(name: str, args: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+def test_load_theirs(name: str, args: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
     theirs = randomize(peer(name, **args), dtype)
     save_file(theirs.state_dict(), tmp_path / "theirs.safetensors")
     ours = load(tmp_path / "theirs.safetensors", image_size=64 if name.startswith("resnet") else None)
@@ -59,7 +59,7 @@ def test_theirs_here(name: str, args: dict[str, Any], dtype: torch.dtype, tmp_pa
 
 
 @pytest.mark.parametrize(("name", "args"), CASES[4:])
-def test_there_and_back_is_bit_identical(name: str, args: dict[str, Any], tmp_path: Path) -> None:
+def test_round_trip_is_bit_identical(name: str, args: dict[str, Any], tmp_path: Path) -> None:
     theirs = randomize(peer(name, **args)).state_dict()
     torch.save(theirs, tmp_path / "theirs.pth")
     heads = {"heads": args["num_heads"]} if "num_heads" in args else {}
@@ -87,8 +87,8 @@ OURS = {
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("config", OURS.values(), ids=OURS.keys())
-def test_ours_there(config: Any, dtype: torch.dtype, tmp_path: Path) -> None:
-    """A folder of ours builds in timm by itself, and comes back as it was."""
+def test_write_ours(config: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    """timm builds a folder that we wrote without further arguments, and we read it back unchanged."""
     ours = randomize(build(config), dtype)
     save(ours, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "timm", "timm")
@@ -102,7 +102,7 @@ def test_ours_there(config: Any, dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_a_folder_from_timm(tmp_path: Path) -> None:
-    """What timm itself writes for the hub: preprocessing, class names and odd settings come along."""
+    """What timm itself writes for the hub: preprocessing, class names and unusual settings are read."""
     theirs = randomize(peer("vit_base_patch32_siglip_256", depth=2, num_classes=3))
     labels = ["cat", "dog", "eel"]
     theirs.pretrained_cfg |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6), "crop_mode": "squash"}
@@ -114,24 +114,24 @@ def test_a_folder_from_timm(tmp_path: Path) -> None:
     assert ours.card.preprocess == Preprocess((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", "stretch", 0.9)
     x = images(256)
     with torch.no_grad():
-        agree(ours(x), theirs(x))  # this architecture has the tanh GELU, which only its name tells
+        agree(ours(x), theirs(x))  # this architecture has the tanh GELU, which only its name implies
 
 
-def maths_fit(name: str) -> bool:
-    """Whether an architecture loads; then heads, GELU and epsilons, told by its name alone, must be timm's own."""
+def loads_with_same_math(name: str) -> bool:
+    """Whether an architecture loads; if so, heads, GELU and epsilons, known by its name alone, must be timm's."""
     with torch.device("meta"):
         theirs = timm.create_model(name)
     shapes = {key: tuple(x.shape) for key, x in theirs.state_dict().items()}
     cfg = {"pretrained_cfg": {"input_size": list(theirs.pretrained_cfg["input_size"])}}
     source = RawCheckpoint(name, TensorFile(Path(name), shapes, torch.zeros), {"architecture": name, **cfg}, {})
-    if not fits(source):
+    if not recognizes(source):
         return False
     try:
-        reading = read(source, FormatDefaults(), None)
-        check(reading.table, meta_model(reading.config).state_dict(), source.tensors)
+        parsed = read(source, FormatDefaults(), None)
+        check_tensors(parsed.table, meta_model(parsed.config).state_dict(), source.tensors)
     except UserError:
         return False
-    config = reading.config
+    config = parsed.config
     if isinstance(config, ResNetConfig):
         assert {m.eps for m in theirs.modules() if isinstance(m, nn.GroupNorm)} == {config.norm_eps}
         return True
@@ -142,18 +142,18 @@ def maths_fit(name: str) -> bool:
     return True
 
 
-TOLD_BY_NAME = ("test_vit", "vit_base_patch16_gap_224", "vit_base_patch32_siglip_256", "vit_huge_patch14_224")
+KNOWN_BY_NAME = ("test_vit", "vit_base_patch16_gap_224", "vit_base_patch32_siglip_256", "vit_huge_patch14_224")
 
 
-@pytest.mark.parametrize("name", TOLD_BY_NAME)
-def test_what_only_the_name_tells(name: str) -> None:
-    assert maths_fit(name)
+@pytest.mark.parametrize("name", KNOWN_BY_NAME)
+def test_settings_known_by_name(name: str) -> None:
+    assert loads_with_same_math(name)
 
 
 @pytest.mark.slow
-def test_every_architecture_loads_with_its_maths_or_not_at_all() -> None:
+def test_every_architecture_loads_with_the_same_math_or_not_at_all() -> None:
     names = timm.list_models(["vit_*", "deit*", "resnetv2_*", "flexivit*", "test_vit*"])
-    assert sum(maths_fit(name) for name in names) > 70
+    assert sum(loads_with_same_math(name) for name in names) > 70
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ def test_older_files_have_pre_logits(tmp_path: Path) -> None:
         convert(tmp_path / "old.safetensors", tmp_path / "new.safetensors", "timm")
 
 
-def test_a_config_that_says_other_maths_is_refused(tmp_path: Path) -> None:
-    save(vitlab.create("Ti/16", image_size=32, classes=3), tmp_path / "ours")
+def test_a_config_with_other_math_is_refused(tmp_path: Path) -> None:
+    save(vitlab.create("Ti/16", image_size=32, classes=3, depth=1), tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "timm", "timm")
     file = tmp_path / "timm" / "config.json"
     good = json.loads(file.read_text())

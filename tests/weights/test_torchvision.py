@@ -1,4 +1,4 @@
-"""torchvision's vit_* here and ours there."""
+"""torchvision's vit_* loaded here and ours there."""
 
 import dataclasses
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 from peers import agree, empty, images, randomize
 from safetensors.torch import load_file, save_file
-from torchvision.models import VisionTransformer, vit_b_16, vit_b_32
+from torchvision.models import VisionTransformer
 
 from vitlab.models.config import ViTConfig
 from vitlab.models.variants import build
@@ -18,11 +18,11 @@ SMALL = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hi
 TYPES = [torch.float32, torch.float64]
 
 
-def made(name: str) -> Any:
+def make(name: str) -> Any:
     small: dict[str, Any] = {**SMALL, "num_classes": 9}
     kinds = {
-        "b_16": lambda: vit_b_16(image_size=64),
-        "b_32": lambda: vit_b_32(image_size=64),
+        "b_16": lambda: VisionTransformer(64, 16, 1, 12, 768, 3072),
+        "b_32": lambda: VisionTransformer(64, 32, 1, 12, 768, 3072),
         "small": lambda: VisionTransformer(**small),
         "pre-logits": lambda: VisionTransformer(**small, representation_size=50),
     }
@@ -34,8 +34,8 @@ NAMES = ["b_16", "b_32", "small", "pre-logits"]
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_theirs_here(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    theirs = randomize(made(name), dtype)
+def test_load_theirs(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs = randomize(make(name), dtype)
     torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
     ours = load(tmp_path / "theirs.pth")
     x = images(theirs.image_size, dtype)
@@ -46,8 +46,8 @@ def test_theirs_here(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["safetensors", "pth"])
 @pytest.mark.parametrize("name", NAMES[2:])
-def test_there_and_back_is_bit_identical(name: str, ending: str, tmp_path: Path) -> None:
-    theirs = randomize(made(name)).state_dict()
+def test_round_trip_is_bit_identical(name: str, ending: str, tmp_path: Path) -> None:
+    theirs = randomize(make(name)).state_dict()
     save_file(theirs, tmp_path / "theirs.safetensors")
     convert(tmp_path / "theirs.safetensors", tmp_path / "ours", "vitlab")
     back = tmp_path / f"back.{ending}"
@@ -59,7 +59,7 @@ def test_there_and_back_is_bit_identical(name: str, ending: str, tmp_path: Path)
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("prelogits", [0, 40])
-def test_ours_there(prelogits: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_write_ours(prelogits: int, dtype: torch.dtype, tmp_path: Path) -> None:
     config = ViTConfig((32, 32), patch=8, depth=2, width=96, mlp=200, heads=3, classes=5, prelogits=prelogits)
     ours = randomize(build(config), dtype)
     save(ours, tmp_path / "ours")

@@ -1,4 +1,4 @@
-"""Everyone's checkpoints in, ours out to everyone."""
+"""Checkpoints: reading those of other libraries and our own, writing all of them."""
 
 from vitlab.weights.convert import convert
 from vitlab.weights.load import load

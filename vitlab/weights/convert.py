@@ -1,4 +1,4 @@
-"""`vitlab convert`: a checkpoint of any format as one of another, tensor for tensor, in the precision it has."""
+"""`vitlab convert`: a checkpoint of any format written in another one, tensor for tensor, in the precision it has."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from vitlab.models.config import Size, as_size
 from vitlab.settings import from_json, takes
 from vitlab.text import listed
 from vitlab.weights.formats.base import FormatDefaults
-from vitlab.weights.load import FORMATS, read_checkpoint
+from vitlab.weights.load import FORMATS, check_format, read_checkpoint
 
 
 @takes(FormatDefaults, skip=("preprocess",))
@@ -43,18 +43,17 @@ def convert(
     >>> os.path.exists(folder + "/vit.safetensors")
     True
     """
-    if to not in FORMATS:
-        raise UserError(f"there is no format '{to}'; the formats are {listed(FORMATS)}")
-    path, endings = Path(target), [ending for ending in FORMATS[to].WRITES if ending]
-    folder = path.suffix not in endings
-    if folder and "" not in FORMATS[to].WRITES:
-        raise UserError(f"a {to} checkpoint is a file that ends in {listed(endings)}, not {path}")
+    check_format(to)
+    path, suffixes = Path(target), [suffix for suffix in FORMATS[to].SUFFIXES if suffix]
+    folder = path.suffix not in suffixes
+    if folder and "" not in FORMATS[to].SUFFIXES:
+        raise UserError(f"a {to} checkpoint is a file that ends in {listed(suffixes)}, not {path}")
     if path.exists():
         raise UserError(f"{path} exists; remove it or name another place")
     given = from_json(FormatDefaults, settings)
     size = None if image_size is None else as_size(image_size)
-    found = read_checkpoint(source, given, format=format, image_size=size)
-    if size not in (None, found.config.image_size):
+    checkpoint = read_checkpoint(source, given, format=format, image_size=size)
+    if size not in (None, checkpoint.config.image_size):
         raise UserError(f"convert does not resample positions; load {source} with image_size={size} and save that")
-    with atomic_path(path, folder) as place:
-        FORMATS[to].write(found.config, found.tensors, found.card, place)
+    with atomic_path(path, folder) as new:
+        FORMATS[to].write(checkpoint.config, checkpoint.tensors, checkpoint.card, new)

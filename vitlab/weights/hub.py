@@ -1,7 +1,6 @@
 """Hub ids, through huggingface_hub: its cache, its offline mode, its credentials.
 
-`owner/name@revision` pins a branch, a tag or a commit. A model's card keeps the commit, which stands for the same bytes
-for good.
+`owner/name@revision` pins a branch, a tag or a commit. A model's card keeps the commit, which never changes.
 """
 
 import re
@@ -15,7 +14,8 @@ OLD_WEIGHTS = "pytorch_model.bin"
 
 
 def looks_like_id(source: str) -> bool:
-    """owner/name, or owner/name@revision; a leading dot or slash, an ending, or a folder that is there make a path."""
+    """Whether this is owner/name or owner/name@revision; a leading dot or slash, a suffix of weights, or an existing
+    folder `owner` make it a path."""
     owner, name = source.partition("/")[0], source.partition("@")[0]
     is_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@\w[\w./-]*)?", source) is not None
     return is_id and not re.search(r"\.(safetensors|npz|pth|pt|bin)$", name) and not Path(owner).exists()
@@ -24,32 +24,32 @@ def looks_like_id(source: str) -> bool:
 def commit_of(path: Path) -> str | None:
     """The commit of a file in the hub's cache: models--OWNER--NAME/snapshots/COMMIT/FILE."""
     folder = path.absolute().parent
-    known = folder.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", folder.name)
-    return folder.name if known else None
+    is_commit = folder.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", folder.name)
+    return folder.name if is_commit else None
 
 
 def fetch(name: str) -> Path:
-    """A folder with the model's files, downloaded unless it is in the cache."""
+    """The folder of a model's files, downloaded unless it is in the cache; a UserError if it cannot be."""
     repo, _, revision = name.partition("@")
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
         raise UserError(
-            f"'{name}' is no file or folder here; to get it from the hub, pip install vitlab[hub]"
+            f"'{name}' is not a file or folder here; to download it from the hub, pip install vitlab[hub]"
         ) from None
     try:
         folder = Path(snapshot_download(repo, revision=revision or None, allow_patterns=FILES))
         if not (folder / "model.safetensors").exists():
-            commit = commit_of(folder / FILES[0]) or revision or None  # of the same revision, should the branch move
+            commit = commit_of(folder / FILES[0]) or revision or None  # the same, even if the branch moves meanwhile
             folder = Path(snapshot_download(repo, revision=commit, allow_patterns=[*FILES[:2], OLD_WEIGHTS]))
         return folder
     except LocalEntryNotFoundError:
         raise UserError(
-            f"'{name}' is no file or folder here, is not in the hub's cache, and the hub cannot be reached: connect to "
-            f"the network (without HF_HUB_OFFLINE), or download its files elsewhere and give their folder"
+            f"'{name}' is not a file or folder here, is not in the hub's cache, and the hub cannot be reached: "
+            f"connect to the network (without HF_HUB_OFFLINE), or download its files elsewhere and give their folder"
         ) from None
     except HfHubHTTPError as error:
-        raise UserError(f"the hub does not give '{name}': {brief(error)}") from None
-    except (OSError, ValueError) as error:  # no connection half way, a full disk, an id the hub does not allow
-        raise UserError(f"'{name}' could not be had from the hub: {brief(error)}") from None
+        raise UserError(f"the hub refuses '{name}': {brief(error)}") from None
+    except (OSError, ValueError) as error:  # a lost connection, a full disk, an invalid id
+        raise UserError(f"'{name}' could not be downloaded from the hub: {brief(error)}") from None

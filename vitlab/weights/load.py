@@ -1,4 +1,4 @@
-"""`vitlab.load`: everyone's checkpoints as our models. The way in: open, recognize, read, check, move, fill."""
+"""`vitlab.load`: checkpoints of all formats as our models: open, recognize, read, check, transform, fill."""
 
 import dataclasses
 import logging
@@ -21,8 +21,8 @@ from vitlab.settings import from_json, takes
 from vitlab.text import brief, listed, valid_text
 from vitlab.weights import hub
 from vitlab.weights.formats import google, huggingface, timm, torchvision, vitlab
-from vitlab.weights.formats.base import Description, Format, FormatDefaults, RawCheckpoint, defaults_of
-from vitlab.weights.formats.table import inward, named
+from vitlab.weights.formats.base import Format, FormatDefaults, ParsedCheckpoint, RawCheckpoint, settings_of
+from vitlab.weights.formats.table import quote_names, to_vitlab
 from vitlab.weights.tensors import open_tensors
 
 FORMATS: dict[str, Format] = {
@@ -71,11 +71,11 @@ def load(
     """
     given = from_json(FormatDefaults, settings)
     size = None if image_size is None else as_size(image_size)
-    found = read_checkpoint(source, given, format=format, image_size=size)
-    if classes is not None and classes != found.config.classes:
-        found = new_head(found, classes)
-    model = fill_model(found.config, one_type(found.tensors, str(source)))
-    model.card = found.card
+    checkpoint = read_checkpoint(source, given, format=format, image_size=size)
+    if classes is not None and classes != checkpoint.config.classes:
+        checkpoint = replace_head(checkpoint, classes)
+    model = fill_model(checkpoint.config, unify_dtype(checkpoint.tensors, str(source)))
+    model.card = checkpoint.card
     if size is not None and size != model.config.image_size:
         model.resize(size, resample)
     return model
@@ -83,7 +83,7 @@ def load(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A source as ours: nothing left over, nothing missing."""
+    """A checkpoint as ours: exactly the tensors of the model of this config."""
 
     config: ModelConfig
     tensors: dict[str, Tensor]
@@ -91,30 +91,30 @@ class Checkpoint:
 
 
 def read_checkpoint(
-    name: str | os.PathLike[str], given: FormatDefaults, *, format: str | None = None, image_size: Size | None = None
+    source: str | os.PathLike[str], given: FormatDefaults, *, format: str | None = None, image_size: Size | None = None
 ) -> Checkpoint:
+    """A checkpoint of any format, in the precision it has; a UserError names the source."""
     try:
-        source = open_source(name)
-        return move(source, recognize(source, format), given, image_size)
+        raw = open_source(source)
+        return parse_checkpoint(raw, recognize_format(raw, format), given, image_size)
     except OSError as error:
-        raise UserError(f"{os.fspath(name)} cannot be read: {brief(error)}") from None
+        raise UserError(f"{os.fspath(source)} cannot be read: {brief(error)}") from None
 
 
-def move(source: RawCheckpoint, kind: str, given: FormatDefaults, image_size: Size | None) -> Checkpoint:
-    """Their tensors as ours; what is wrong is said with the source's name."""
+def parse_checkpoint(raw: RawCheckpoint, format: str, given: FormatDefaults, image_size: Size | None) -> Checkpoint:
     try:
-        reading = FORMATS[kind].read(source, given, image_size)
-        tensors = inward(reading.table, meta_model(reading.config).state_dict(), source.tensors)
+        parsed = FORMATS[format].read(raw, given, image_size)
+        tensors = to_vitlab(parsed.table, meta_model(parsed.config).state_dict(), raw.tensors)
     except UserError as error:
-        known = source.name in str(error) or str(source.tensors.path) in str(error)
-        raise error if known else UserError(f"{source.name}: {error}") from None
-    say_guesses(source, kind, reading)
-    commit = hub.commit_of(source.tensors.path)
-    origin = {"source": source.name, "format": kind, "sha256": sha256(source.tensors.path)}
+        is_named = raw.name in str(error) or str(raw.tensors.path) in str(error)
+        raise error if is_named else UserError(f"{raw.name}: {error}") from None
+    log_defaults(raw, format, parsed)
+    commit = hub.commit_of(raw.tensors.path)
+    origin = {"source": raw.name, "format": format, "sha256": sha256(raw.tensors.path)}
     origin |= {} if commit is None else {"commit": commit}
-    labels = None if reading.card.labels is None else tuple(map(valid_text, reading.card.labels))
-    card = dataclasses.replace(reading.card, labels=labels, provenance=reading.card.provenance or origin)
-    return Checkpoint(reading.config, tensors, card)
+    labels = None if parsed.card.labels is None else tuple(map(valid_text, parsed.card.labels))
+    card = dataclasses.replace(parsed.card, labels=labels, provenance=parsed.card.provenance or origin)
+    return Checkpoint(parsed.config, tensors, card)
 
 
 # ---- open
@@ -130,12 +130,12 @@ def open_source(source: str | os.PathLike[str]) -> RawCheckpoint:
     if isinstance(source, str) and hub.looks_like_id(source):
         return open_folder(name, hub.fetch(source))
     owner = name.partition("/")[0]
-    why = f" ({owner}/ is a folder here, so this is no hub id)" if Path(owner).is_dir() and owner else ""
-    raise UserError(f"there is no file or folder {name}{why}")
+    hint = f" ({owner}/ is a folder here, so this is not a hub id)" if Path(owner).is_dir() and owner else ""
+    raise UserError(f"there is no file or folder {name}{hint}")
 
 
 def open_folder(name: str, path: Path) -> RawCheckpoint:
-    if vitlab.is_ours(path):
+    if vitlab.is_vitlab_folder(path):
         config = read_json(vitlab.find_config(path))
         return RawCheckpoint(name, open_tensors(path / vitlab.WEIGHTS), config, {})
     weights = next((path / file for file in (vitlab.WEIGHTS, hub.OLD_WEIGHTS) if (path / file).is_file()), None)
@@ -149,59 +149,61 @@ def open_folder(name: str, path: Path) -> RawCheckpoint:
 # ---- recognize
 
 
-def recognize(source: RawCheckpoint, format: str | None) -> str:
+def check_format(name: str) -> None:
+    if name not in FORMATS:
+        raise UserError(f"there is no format '{name}'; the formats are {listed(FORMATS)}")
+
+
+def recognize_format(source: RawCheckpoint, format: str | None) -> str:
+    """The format's name: the caller's, or that of the one format that recognizes the tensors."""
     if format is not None:
-        if format not in FORMATS:
-            raise UserError(f"there is no format '{format}'; the formats are {listed(FORMATS)}")
+        check_format(format)
         return format
-    kinds = [name for name, module in FORMATS.items() if module.fits(source)]
-    if len(kinds) == 1:
-        return kinds[0]
-    if kinds:
-        raise UserError(f"{source.name} could be of {' and of '.join(kinds)}; name one with format=")
-    some = named(list(source.shapes)[:3]) or "nothing"
-    raise UserError(f"{source.name} is of no format this package knows ({listed(FORMATS)}): it holds {some} ...")
+    formats = [name for name, module in FORMATS.items() if module.recognizes(source)]
+    if len(formats) == 1:
+        return formats[0]
+    if formats:
+        raise UserError(f"{source.name} could be of {' and of '.join(formats)}; name one with format=")
+    some = quote_names(list(source.shapes)[:3]) or "nothing"
+    raise UserError(f"{source.name} is of no supported format ({listed(FORMATS)}): it holds {some} ...")
 
 
-def say_guesses(source: RawCheckpoint, kind: str, reading: Description) -> None:
-    traits = defaults_of(reading.config)
-    values = {field.name: getattr(traits, field.name) for field in dataclasses.fields(traits)}
-    values |= {"preprocess": reading.card.preprocess, "image_size": reading.config.image_size}
-    if reading.guessed:
-        words = ", ".join(f"{name}={values[name]}" for name in reading.guessed)
-        log.info("%s does not say everything; as usual in %s files: %s", source.name, kind, words)
+def log_defaults(source: RawCheckpoint, format: str, parsed: ParsedCheckpoint) -> None:
+    """Log the settings that the file does not have, with the values that its format usually has."""
+    values = vars(settings_of(parsed.config)) | {"image_size": parsed.config.image_size}
+    values |= {"preprocess": parsed.card.preprocess}
+    if parsed.defaulted:
+        words = ", ".join(f"{name}={values[name]}" for name in parsed.defaulted)
+        log.info("%s does not have every setting; as usual in %s files: %s", source.name, format, words)
 
 
 # ---- change
 
 
-def new_head(found: Checkpoint, classes: int) -> Checkpoint:
+def replace_head(checkpoint: Checkpoint, classes: int) -> Checkpoint:
     """A head of zeros for other classes, on the features themselves: as the paper fine-tunes, without pre-logits.
 
-    With no classes at all the features stay what they were.
+    With `classes=0` there is no head, and the pre-logits layer stays.
     """
-    old = found.config
+    old = checkpoint.config
     config = dataclasses.replace(old, classes=classes)
     drop = ["head."]
     if classes and not isinstance(config, ResNetConfig) and config.prelogits:
         config, drop = dataclasses.replace(config, prelogits=0), ["head.", "prelogits."]
-    tensors = {name: x for name, x in found.tensors.items() if not name.startswith(tuple(drop))}
+    tensors = {name: x for name, x in checkpoint.tensors.items() if not name.startswith(tuple(drop))}
     if classes:
         width = config.channels if isinstance(config, ResNetConfig) else config.width
-        dtype = tensors["norm.weight"].dtype
-        tensors |= {
-            "head.weight": torch.zeros(classes, width, dtype=dtype),
-            "head.bias": torch.zeros(classes, dtype=dtype),
-        }
-    gone = f"the head of {old.classes} classes" + (" and its pre-logits layer" if len(drop) > 1 else "")
-    log.info("%s: %s", "replaced by zeros" if classes else "left out", gone)
-    return Checkpoint(config, tensors, dataclasses.replace(found.card, labels=None))
+        zeros = tensors["norm.weight"].new_zeros
+        tensors |= {"head.weight": zeros(classes, width), "head.bias": zeros(classes)}
+    removed = f"the head of {old.classes} classes" + (" and its pre-logits layer" if len(drop) > 1 else "")
+    log.info("%s: %s", "replaced by zeros" if classes else "left out", removed)
+    return Checkpoint(config, tensors, dataclasses.replace(checkpoint.card, labels=None))
 
 
-def one_type(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Double precision stays; anything else, half precision too, becomes float32, which every processor computes."""
+def unify_dtype(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The tensors in float64 if all are; otherwise, also from half precision, in float32, which runs everywhere."""
     types = {x.dtype for x in tensors.values()}
-    wanted = torch.float64 if types == {torch.float64} else torch.float32
-    if types != {wanted}:
-        log.info("%s is stored in %s; loaded in %s", name, listed(sorted(map(str, types))), wanted)
-    return {key: x.to(wanted) for key, x in tensors.items()}
+    dtype = torch.float64 if types == {torch.float64} else torch.float32
+    if types != {dtype}:
+        log.info("%s is stored in %s; loaded in %s", name, listed(sorted(map(str, types))), dtype)
+    return {key: x.to(dtype) for key, x in tensors.items()}

@@ -1,4 +1,4 @@
-"""`vitlab.save`: a model as a folder that `vitlab.load` takes."""
+"""`vitlab.save`: a model as a folder for `vitlab.load`."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from vitlab.models.config import Preprocess
 from vitlab.models.resnet import ResNet
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
-from vitlab.weights.formats.vitlab import replace, write
+from vitlab.weights.formats.vitlab import overwrite, write
 
 
 def save(
@@ -22,14 +22,14 @@ def save(
     preprocess: Preprocess | None = None,
     labels: Sequence[str] | None = None,
 ) -> None:
-    """Write a model to a folder that `vitlab.load` takes, whole or not at all.
+    """Write a model to a folder for `vitlab.load`, completely or not at all.
 
-    Preprocessing and class names default to those the model was loaded with. A run folder is saved into, other
-    programs' models are never overwritten.
+    Preprocessing and class names default to those the model was loaded with. An existing run folder keeps its other
+    files; models of other programs are never overwritten.
     """
     inner: Any = getattr(model, "_orig_mod", model)
     if not isinstance(inner, ViT | ResNet):
-        raise UserError(f"save() takes a vitlab model, not {type(inner).__name__}")
+        raise UserError(f"save() needs a vitlab model, not {type(inner).__name__}")
     old = inner.card
     names = old.labels if labels is None else tuple(labels)
     if names is not None and len(names) != inner.config.classes:
@@ -39,7 +39,7 @@ def save(
     path = Path(folder)
     if path.exists():
         with write_errors(path):
-            replace(inner.config, tensors, card, path)
+            overwrite(inner.config, tensors, card, path)
     else:
         with atomic_path(path, folder=True) as new:
             write(inner.config, tensors, card, new)

@@ -1,7 +1,7 @@
-"""Tensors from files nobody vouches for: safetensors, npz, and PyTorch's own pickles.
+"""Tensors from untrusted files: safetensors, npz, and PyTorch's own pickles.
 
-A file is known by its first bytes. Opening one checks every claim it makes about itself (sizes, offsets, shapes)
-against the bytes that are there, before anything is allocated; tensors are read one by one when asked for.
+The kind of a file follows from its first bytes. Opening one compares every claim it makes about itself (sizes, offsets,
+shapes) with the bytes that are there, before anything is allocated; tensors are read one by one when asked for.
 Nothing in a file is ever run.
 """
 
@@ -16,20 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vitlab.errors import UserError
-from vitlab.files import parse_json
+from vitlab.files import JSON_LIMIT, parse_json
 from vitlab.text import brief
 
 Shape = tuple[int, ...]
 
-HEADER_LIMIT = 10_000_000  # bytes of JSON; a header of 1,000 tensors has some 100,000
 BOMB_RATIO, BOMB_FLOOR = 16, 256_000_000  # weights hardly compress, except that zeros do
-
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-OTHERS = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4}
-OTHERS |= {"U64": 8, "I64": 8, "C64": 8}
+MAX_RANK = 8
 
 
 @dataclass(frozen=True)
@@ -43,14 +40,14 @@ class TensorFile:
 
 
 def open_tensors(path: Path) -> TensorFile:
-    """The tensors of a file, by what its first bytes say it is."""
+    """The tensors of a file, whose kind follows from its first bytes; a UserError for any other file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(10)
     if not size:
         raise UserError(f"{path} is empty")
     if start.startswith(b"PK\x03\x04"):
-        return open_npz(path) if _holds_arrays(path) else open_pickle(path)
+        return open_npz(path) if has_arrays(path) else open_pickle(path)
     if start[8:9] == b"{":
         return open_safetensors(path, size)
     if start[:1] == b"\x80":  # a pickle's first byte: PyTorch's format before 1.6
@@ -58,130 +55,88 @@ def open_tensors(path: Path) -> TensorFile:
     raise UserError(f"{path} is not a safetensors, npz or PyTorch file, or is damaged at its start")
 
 
-# ---- JSON
+def not_floats(path: Path, name: str, kind: object) -> UserError:
+    return UserError(f"'{name}' in {path} is {kind}; weights are floating-point numbers")
 
 
-# ---- safetensors: 8 bytes of header length, a JSON header, the tensors end to end
-
-
-@dataclass(frozen=True)
-class Span:
-    kind: str
-    shape: Shape
-    start: int
-    end: int
+# ---- safetensors
 
 
 def open_safetensors(path: Path, size: int) -> TensorFile:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(size - 8, HEADER_LIMIT):
+    """A safetensors file. The library checks types, shapes and offsets; here is checked what it does not: that the
+    header is short, has no key twice, and no shape of absurd length."""
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > min(size - 8, JSON_LIMIT):
             raise UserError(
                 f"{path} claims a header of {length:,} bytes and is {size:,} bytes long: it is cut short or damaged"
             )
-        header = parse_json(file.read(length), f"the header of {path}")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise UserError(f"the metadata of {path} must be words")
-    spans = {name: _span(name, entry, path) for name, entry in header.items()}
-    end = 0
-    for name, span in sorted(spans.items(), key=lambda item: (item[1].start, item[1].end)):
-        if span.start != end:
-            raise UserError(f"'{name}' in {path} starts at byte {span.start}, where {end} is due; the file is damaged")
-        end = span.end
-    if 8 + length + end != size:
-        raise UserError(
-            f"{path} claims {8 + length + end:,} bytes and is {size:,} bytes long: it is cut short or damaged"
-        )
+        parse_json(stream.read(length), f"the header of {path}")
+    try:
+        file: Any = safe_open(path, "pt")
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a valid safetensors file, or is damaged: {brief(error)}") from None
+    shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    for name, shape in shapes.items():
+        if len(shape) > MAX_RANK:
+            raise UserError(f"'{name}' in {path} has {len(shape)} axes; weights have {MAX_RANK} at most")
 
     def read(name: str) -> Tensor:
-        span = spans[name]
-        if span.kind not in FLOATS:
-            raise not_floats(path, name, span.kind)
-        if span.end == span.start:
-            return torch.empty(span.shape, dtype=FLOATS[span.kind])
-        data = bytearray(span.end - span.start)
-        with path.open("rb") as file:
-            file.seek(8 + length + span.start)
-            if file.readinto(data) != len(data):
-                raise UserError(f"{path} ends within '{name}'; it changed while it was read")
-        return torch.frombuffer(data, dtype=FLOATS[span.kind]).reshape(span.shape)
+        kind = file.get_slice(name).get_dtype()
+        if kind not in ("F64", "F32", "F16", "BF16"):
+            raise not_floats(path, name, kind)
+        return file.get_tensor(name).clone()  # the library's tensor is a view of the file, which may change
 
-    return TensorFile(path, {name: span.shape for name, span in spans.items()}, read, metadata)
-
-
-def _span(name: str, entry: Any, path: Path) -> Span:
-    where = f"'{name}' in {path}"
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise UserError(f"{where} must have a dtype, a shape and data_offsets")
-    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(kind, str) or kind not in {*FLOATS, *OTHERS}:
-        raise UserError(f"{where} is of a type this package does not know: {kind!r}")
-    if not _counts(shape) or not _counts(offsets) or len(offsets) != 2 or len(shape) > 8:
-        raise UserError(f"{where} has an impossible shape or place: {shape!r}, {offsets!r}")
-    width = FLOATS[kind].itemsize if kind in FLOATS else OTHERS[kind]
-    if math.prod(shape) * width != offsets[1] - offsets[0]:
-        raise UserError(f"{where} has shape {shape}, which is not what its {offsets[1] - offsets[0]:,} bytes hold")
-    return Span(kind, tuple(shape), *offsets)
-
-
-def _counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
-
-
-def not_floats(path: Path, name: str, kind: object) -> UserError:
-    return UserError(f"'{name}' in {path} is {kind}; weights are floating-point numbers")
+    return TensorFile(path, shapes, read, file.metadata() or {})
 
 
 # ---- npz: a zip of npy arrays
 
 
-def _holds_arrays(path: Path) -> bool:
-    with _zip(path) as archive:
+def has_arrays(path: Path) -> bool:
+    with open_zip(path) as archive:
         return any(name.endswith(".npy") for name in archive.namelist())
 
 
 @contextlib.contextmanager
-def _zip(path: Path) -> Iterator[zipfile.ZipFile]:
+def open_zip(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path) as archive:
             yield archive
     except UserError:
         raise
-    except Exception as error:  # zipfile raises a dozen kinds on damaged archives; all mean this
+    except Exception as error:  # on damaged archives zipfile raises exceptions of a dozen types
         raise UserError(f"{path} is a damaged zip archive: {brief(error)}") from None
 
 
-@dataclass(frozen=True)
-class Array:
-    member: str
-    dtype: np.dtype[Any]
-    shape: Shape
-    fortran: bool
-    offset: int  # of the values in the member
-
-
 def open_npz(path: Path) -> TensorFile:
-    with _zip(path) as archive:
+    """An npz file. numpy believes every claim of a file; names, sizes and headers are checked here first."""
+    with open_zip(path) as archive:
         members = archive.infolist()
-        _check_members(members, path)
-        arrays = {info.filename.removesuffix(".npy"): _array(archive, info, path) for info in members}
+        check_members(members, path)
+        headers = {info.filename.removesuffix(".npy"): read_header(archive, info, path) for info in members}
 
     def read(name: str) -> Tensor:
-        array = arrays[name]
-        with _zip(path) as archive, archive.open(array.member) as file:
-            data = bytearray(file.read())[array.offset :]
-        return _tensor(data, array, path, name)
+        dtype = headers[name][1]
+        is_bfloat16 = dtype == np.dtype("V2")  # numpy has no bfloat16 and stores it as two bytes without a name
+        if not is_bfloat16 and (dtype.kind != "f" or dtype.itemsize > 8):
+            raise not_floats(path, name, dtype)
+        with open_zip(path) as archive, archive.open(f"{name}.npy") as file:
+            array = np.lib.format.read_array(file, allow_pickle=False)
+        if is_bfloat16:
+            return torch.from_numpy(array.copy("C").view(np.uint16)).view(torch.bfloat16)
+        return torch.from_numpy(array.astype(dtype.newbyteorder("="), order="C"))
 
-    return TensorFile(path, {name: array.shape for name, array in arrays.items()}, read)
+    return TensorFile(path, {name: shape for name, (shape, _) in headers.items()}, read)
 
 
-def _check_members(members: list[zipfile.ZipInfo], path: Path) -> None:
+def check_members(members: list[zipfile.ZipInfo], path: Path) -> None:
+    """Raise a UserError for names that are not those of arrays, and for a zip bomb."""
     names = [info.filename for info in members]
     for name in names:
         parts = name.split("/")
         if not name.endswith(".npy") or "\\" in name or "" in parts or ".." in parts or ":" in parts[0]:
-            raise UserError(f"{path} has a member '{name}', which is no array's name; it is not a file of weights")
+            raise UserError(f"{path} has a member '{name}', which is not the name of an array; it is not weights")
     if len(set(names)) != len(names):
         raise UserError(f"{path} holds an array twice")
     total, size = sum(info.file_size for info in members), path.stat().st_size
@@ -189,41 +144,31 @@ def _check_members(members: list[zipfile.ZipInfo], path: Path) -> None:
         raise UserError(f"{path} is {size:,} bytes long and claims to unpack to {total:,}; no weights compress so well")
 
 
-def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path) -> Array:
-    """What an npy header says, checked against the member's size; its values stay where they are."""
+def read_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path) -> tuple[Shape, np.dtype[Any]]:
+    """The shape and type of an array, from its npy header, checked against the member's size."""
     where = f"'{info.filename}' in {path}"
     with archive.open(info) as file:
         try:
             version = np.lib.format.read_magic(file)
             readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-            shape, fortran, dtype = readers[version](file)
+            shape, _, dtype = readers[version](file)
         except zipfile.BadZipFile:
             raise
         except Exception as error:  # numpy raises ValueErrors and what its parser of Python literals raises
-            raise UserError(f"{where} is no array: {brief(error)}") from None
-        offset = file.tell()
+            raise UserError(f"{where} is not an array: {brief(error)}") from None
+        size = info.file_size - file.tell()
     if dtype.hasobject:
         raise UserError(f"{where} holds Python objects, which are never unpickled; weights are numbers")
-    if min(shape, default=1) < 0 or math.prod(shape) * dtype.itemsize != info.file_size - offset:
-        raise UserError(f"{where} claims shape {shape}, which is not what its {info.file_size - offset:,} bytes hold")
-    return Array(info.filename, dtype, tuple(map(int, shape)), fortran, offset)
-
-
-def _tensor(data: bytearray, array: Array, path: Path, name: str) -> Tensor:
-    bfloat = array.dtype == np.dtype("V2")  # numpy has no bfloat16 and stores it as two bytes without a name
-    if not bfloat and (array.dtype.kind != "f" or array.dtype.itemsize > 8):
-        raise not_floats(path, name, array.dtype)
-    values = np.frombuffer(data, np.dtype("u2") if bfloat else array.dtype)
-    values = values.reshape(array.shape[::-1]).T if array.fortran else values.reshape(array.shape)
-    values = np.ascontiguousarray(values, values.dtype.newbyteorder("=")).reshape(array.shape)
-    return torch.from_numpy(values).view(torch.bfloat16) if bfloat else torch.from_numpy(values)
+    if min(shape, default=1) < 0 or math.prod(shape) * dtype.itemsize != size:
+        raise UserError(f"{where} claims shape {shape}, which is not what its {size:,} bytes hold")
+    return tuple(map(int, shape)), dtype
 
 
 # ---- PyTorch's pickles
 
 
 def open_pickle(path: Path) -> TensorFile:
-    tensors = _state_dict(_unpickled(path), path)
+    tensors = find_state_dict(unpickle(path), path)
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
             raise UserError(f"'{name}' in {path} is not an ordinary tensor")
@@ -238,9 +183,9 @@ def open_pickle(path: Path) -> TensorFile:
     return TensorFile(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, read)
 
 
-def _unpickled(path: Path) -> object:
+def unpickle(path: Path) -> object:
     if zipfile.is_zipfile(path):
-        with _zip(path) as archive:
+        with open_zip(path) as archive:
             members = archive.infolist()
         size = path.stat().st_size
         if any(info.compress_type for info in members) or sum(info.file_size for info in members) > size:
@@ -252,11 +197,11 @@ def _unpickled(path: Path) -> object:
             f"{path} holds more than tensors, and pickled objects can run code, so it is not loaded; "
             "save its state_dict() alone, best as .safetensors"
         ) from None
-    except Exception as error:  # the unpickler meets hostile bytes: whatever it raises, the file is no good
+    except Exception as error:  # on hostile bytes the unpickler can raise anything
         raise UserError(f"{path} is a damaged PyTorch file: {brief(error)}") from None
 
 
-def _state_dict(data: object, path: Path) -> dict[str, Tensor]:
+def find_state_dict(data: object, path: Path) -> dict[str, Tensor]:
     for key in ("state_dict", "model"):  # training scripts wrap the weights once
         if isinstance(data, Mapping) and isinstance(data.get(key), Mapping):
             data = data[key]
@@ -265,8 +210,5 @@ def _state_dict(data: object, path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path} holds a {type(data).__name__}, not a state dict; save model.state_dict()")
     for name, value in data.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise UserError(f"{path} is no state dict: {name!r} is a {type(value).__name__}")
+            raise UserError(f"{path} is not a state dict: {name!r} is a {type(value).__name__}")
     return dict(data)
-
-
-# ---- files as such

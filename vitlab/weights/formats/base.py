@@ -1,40 +1,49 @@
-"""What every format has to find out about a file, and the small steps they share.
+"""What every format must determine about a file, and the steps they share.
 
-A file's shapes tell the dimensions. Some traits no shape tells (heads, GELU, epsilons, preprocessing): the caller's
-word goes first, then what a config beside the weights says, then the format's default, which is said aloud.
+The shapes in a file determine the dimensions of its model, but not its heads, GELU, epsilons or preprocessing. Of
+these, the caller's value comes first, then that of a config beside the weights, then the format's default, which is
+logged.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from vitlab.errors import UserError
 from vitlab.models.card import Card
-from vitlab.models.config import Gelu, ModelConfig, Preprocess, ResNetConfig, Size, Standardize, StemConfig, ViTConfig
+from vitlab.models.config import (
+    Gelu,
+    ModelConfig,
+    Pool,
+    PositionKind,
+    Preprocess,
+    ResNetConfig,
+    Size,
+    Standardize,
+    StemConfig,
+    ViTConfig,
+)
 from vitlab.models.variants import SIZES
 from vitlab.settings import POSITIVE, Range
 from vitlab.text import listed
-from vitlab.weights.formats.table import Row, check_names
+from vitlab.weights.formats.table import Row, check_names, expand
 from vitlab.weights.tensors import Shape, TensorFile
 
 T = TypeVar("T")
 IMAGE_SIZE = (224, 224)  # where nothing in a file depends on it
-HEADS = {width: heads for _, width, _, heads in SIZES.values()} | {
-    1152: 16,
-    1536: 16,
-    1664: 16,
-}  # SigLIP's two largest, and G/14
+HEADS = {width: heads for _, width, _, heads in SIZES.values()} | dict.fromkeys((1152, 1536, 1664), 16)  # SigLIP, G/14
 
 
 @dataclass(frozen=True)
 class FormatDefaults:
-    """What shapes do not tell; None: not said."""
+    """The settings that shapes do not determine; None where they are unknown."""
 
     heads: Annotated[int | None, Range(1), "attention heads"] = None
     gelu: Annotated[Gelu | None, "exact GELU or its tanh approximation"] = None
@@ -45,17 +54,12 @@ class FormatDefaults:
     preprocess: Annotated[Preprocess | None, "how photos become the model's input"] = None
 
     def over(self, other: "FormatDefaults") -> "FormatDefaults":
-        pairs = zip(_values(self), _values(other), strict=True)
-        return FormatDefaults(*(mine if mine is not None else theirs for mine, theirs in pairs))
+        """These values, and the other's where these are None."""
+        return dataclasses.replace(other, **{name: value for name, value in vars(self).items() if value is not None})
 
-    def without(self, other: "FormatDefaults") -> list[str]:
-        """The names of those that this says and the other does not."""
-        pairs = zip(dataclasses.fields(self), _values(self), _values(other), strict=True)
-        return [f.name for f, mine, theirs in pairs if mine is not None and theirs is None]
-
-
-def _values(traits: FormatDefaults) -> list[Any]:
-    return [getattr(traits, f.name) for f in dataclasses.fields(traits)]
+    def missing_in(self, other: "FormatDefaults") -> tuple[str, ...]:
+        """The names of the values that are known here and not in the other."""
+        return tuple(name for name, value in vars(self).items() if value is not None and vars(other)[name] is None)
 
 
 @dataclass(frozen=True)
@@ -73,102 +77,186 @@ class RawCheckpoint:
 
 
 @dataclass(frozen=True)
-class Description:
-    """What a format makes of a source."""
+class ParsedCheckpoint:
+    """The model that a checkpoint holds, and the table that makes its tensors from the file's."""
 
     config: ModelConfig
     card: Card
-    guessed: tuple[str, ...]  # names of the traits that are the format's default
+    defaulted: tuple[str, ...]  # names of the settings that are the format's default
     table: list[Row]
 
 
 class Format(Protocol):
-    """The face of a format's module."""
+    """What the module of a format has."""
 
     @property
-    def WRITES(self) -> tuple[str, ...]: ...  # the endings of its files; "" stands for a folder
+    def SUFFIXES(self) -> tuple[str, ...]: ...  # of the files it writes; "" stands for a folder
 
-    def fits(self, source: RawCheckpoint) -> bool: ...
+    def recognizes(self, source: RawCheckpoint) -> bool: ...
 
-    def read(self, source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> Description: ...
+    def read(self, source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> ParsedCheckpoint: ...
 
     def write(self, config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None: ...
 
 
-# ---- from shapes
+# ---- models from shapes
 
 
-def dims(source: RawCheckpoint, name: str, rank: int) -> Shape:
-    """A tensor's shape, which must have so many axes."""
+def read_vit(
+    source: RawCheckpoint,
+    table: Sequence[Row],
+    known: FormatDefaults,
+    default: FormatDefaults,
+    image_size: Size | None,
+    *,
+    config_size: Size | None = None,
+    stem: tuple[tuple[int, ...], int] | None = None,
+    pool: Pool = "token",
+    positions: PositionKind = "1d",
+    labels: object = None,
+) -> ParsedCheckpoint:
+    """A ViT by the shapes of its tensors, its format's table (with `#` for a block's number) and the settings.
+
+    `image_size` is the caller's, `config_size` that of the config beside the weights; `stem` has the stages and the
+    width of a hybrid's ResNet. A UserError names what is missing or does not agree.
+    """
+    settings = known.over(default)
+    width, _, *patch = find_shape(source, table, "embed.weight", 4)
+    if patch[0] != patch[1]:
+        raise UserError(f"{source.name} has patches of {patch[0]}x{patch[1]}; only square ones are supported")
+    stem_config = StemConfig(stem[0], stem[1], *convolution_settings(settings)) if stem else None
+    stride = patch[0] * (stem_config.stride if stem_config else 1)
+    before, after = find_row(table, "blocks.#.norm1.weight").theirs[0].split("#")
+    config = ViTConfig(
+        image_size=(stride, stride),
+        patch=patch[0],
+        depth=count(source, f"{before}#{after[0]}"),
+        width=width,
+        mlp=find_shape(source, table, "blocks.#.mlp.up.weight", 2)[0],
+        heads=settings.heads if settings.heads is not None else default_heads(source, width),
+        classes=find_outputs(source, table, "head.weight", 2),
+        stem=stem_config,
+        pool=pool,
+        prelogits=find_outputs(source, table, "prelogits.weight", 2),
+        positions=positions,
+        gelu=not_none(settings.gelu),
+        norm_eps=not_none(settings.norm_eps),
+    )
+    rows = expand(table, config)
+    size = config_size or image_size or IMAGE_SIZE
+    if positions != "none":
+        patches = find_shape(source, table, "positions.table", 3)[1] - config.token
+        try:
+            size = find_size(source, patches, stride, config_size, image_size)
+        except UserError:
+            check_names(rows, source.tensors)  # a tensor of another architecture may be the reason
+            raise
+    config = dataclasses.replace(config, image_size=size)
+    defaulted = FormatDefaults(heads=config.heads).over(default).missing_in(known)
+    card = Card(not_none(settings.preprocess), find_labels(source, labels, config.classes))
+    return ParsedCheckpoint(config, card, defaulted, rows)
+
+
+def read_resnet(
+    source: RawCheckpoint,
+    table: Sequence[Row],
+    known: FormatDefaults,
+    default: FormatDefaults,
+    image_size: Size | None,
+    stages: tuple[int, ...],
+    labels: object = None,
+) -> ParsedCheckpoint:
+    """A BiT ResNet by the shapes of its tensors, its format's table and the settings."""
+    for name in ("heads", "gelu", "norm_eps"):
+        if getattr(known, name) is not None:
+            raise UserError(f"{source.name} is a ResNet and has no {name}; its norms have group_eps")
+    settings = known.over(default)
+    width, classes = find_shape(source, table, "root.weight", 4)[0], find_outputs(source, table, "head.weight", 4)
+    config = ResNetConfig(image_size or IMAGE_SIZE, stages, width, classes, *convolution_settings(settings))
+    defaulted = default.missing_in(known) + (() if image_size else ("image_size",))
+    card = Card(not_none(settings.preprocess), find_labels(source, labels, classes))
+    return ParsedCheckpoint(config, card, defaulted, expand(table, config))
+
+
+def find_row(table: Sequence[Row], ours: str) -> Row:
+    return next(r for r in table if r.ours == (ours,))
+
+
+def find_shape(source: RawCheckpoint, table: Sequence[Row], ours: str, rank: int) -> Shape:
+    """The shape that our tensor gets from the file, whose own tensor must have `rank` axes; of blocks, the first."""
+    r = find_row(table, ours)
+    shape = stored_shape(source, r.theirs[0].replace("#", "0"), rank)
+    return tuple(r.transform.to_vitlab([torch.empty(shape, device="meta")])[0].shape)
+
+
+def find_outputs(source: RawCheckpoint, table: Sequence[Row], ours: str, rank: int) -> int:
+    """The number of outputs of a layer, 0 if the file does not have it."""
+    stored = find_row(table, ours).theirs[0] in source.shapes
+    return find_shape(source, table, ours, rank)[0] if stored else 0
+
+
+def stored_shape(source: RawCheckpoint, name: str, rank: int) -> Shape:
+    """The shape of a file's tensor, which must have `rank` axes."""
     shape = source.shapes.get(name)
     if shape is None:
         raise UserError(f"{source.name} lacks '{name}'")
     if len(shape) != rank or min(shape) < 1:
-        raise UserError(f"'{name}' in {source.name} has shape {shape} where {rank} axes are due")
+        raise UserError(f"'{name}' in {source.name} has shape {shape}, expected {rank} axes")
     return shape
 
 
 def count(source: RawCheckpoint, pattern: str, first: int = 0) -> int:
-    """How many there are of `blocks.#.`, numbered from `first` on."""
+    """How many there are of `blocks.#.`, numbered from `first` on without a gap."""
     before, after = pattern.split("#")
     number = re.compile(re.escape(before) + r"(\d{1,6})" + re.escape(after))
-    found = {int(match[1]) for name in source.shapes if (match := number.match(name))}
+    numbers = {int(match[1]) for name in source.shapes if (match := number.match(name))}
     total = 0
-    while first + total in found:
+    while first + total in numbers:
         total += 1
     return total
 
 
-def patch_side(source: RawCheckpoint, name: str, sides: tuple[int, int]) -> int:
-    if sides[0] != sides[1]:
-        raise UserError(f"'{name}' in {source.name} has patches of {sides[0]}x{sides[1]}; only square ones are known")
-    return sides[0]
+def count_units(source: RawCheckpoint, stage: str, unit: str, first: int = 0) -> tuple[int, ...]:
+    """How many units each stage of a ResNet has, such as `stages.#.` with `blocks.#.`."""
+    stages = [stage.replace("#", str(first + i)) for i in range(count(source, stage, first))]
+    return tuple(count(source, name + unit, first) for name in stages)
 
 
-def find_size(source: RawCheckpoint, rows: int, stride: int, told: Size | None, wanted: Size | None) -> Size:
-    """The image size whose grid has so many rows.
+def find_size(
+    source: RawCheckpoint, patches: int, stride: int, config_size: Size | None, image_size: Size | None
+) -> Size:
+    """The image size whose grid has so many patches.
 
-    What the checkpoint says goes first; then a square; then the size the caller wants, if it has just this many
-    patches. The table itself does not tell 14x14 from 7x28. Pixels beyond the last whole patch are left out, as
-    public code does (384 pixels in patches of 14 are 378).
+    The config's size comes first; then a square; then the caller's size, if it has just this many patches. The table
+    of positions itself is the same for 14x14 and 7x28. Pixels beyond the last complete patch are left out, as public
+    code does (384 pixels in patches of 14 are 378).
     """
-    side = math.isqrt(max(0, rows))
-    sizes = [told] if told else [(side * stride, side * stride), *([wanted] if wanted else [])]
+    side = math.isqrt(max(0, patches))
+    sizes = [config_size] if config_size else [(side * stride, side * stride), *([image_size] if image_size else [])]
     for height, width in sizes:
-        if rows > 0 and (height // stride) * (width // stride) == rows:
+        if patches > 0 and (height // stride) * (width // stride) == patches:
             return height // stride * stride, width // stride * stride
-    if told:
+    if config_size:
         raise UserError(
-            f"{source.name} has positions for {rows} patches of {stride} pixels, and its config says images of "
-            f"{told[0]}x{told[1]}"
+            f"{source.name} has positions for {patches} patches of {stride} pixels, and its config has images of "
+            f"{config_size[0]}x{config_size[1]}"
         )
     raise UserError(
-        f"{source.name} has positions for {rows} patches, which is no square; give image_size=(height, width) with "
+        f"{source.name} has positions for {patches} patches, which is no square; give image_size=(height, width) with "
         f"that many patches of {stride} pixels"
     )
 
 
-def with_size(
-    source: RawCheckpoint, config: ViTConfig, table: list[Row], rows: int, told: Size | None, wanted: Size | None
-) -> ViTConfig:
-    """The config at the size its rows of positions are for; if there is none, a foreign tensor may be why."""
-    try:
-        return dataclasses.replace(config, image_size=find_size(source, rows, config.stride, told, wanted))
-    except UserError:
-        check_names(table, source.tensors)
-        raise
-
-
-def find_heads(source: RawCheckpoint, width: int, traits: FormatDefaults) -> int:
-    if traits.heads is not None:
-        return traits.heads
+def default_heads(source: RawCheckpoint, width: int) -> int:
     if width not in HEADS and width % 64:
-        raise UserError(f"{source.name} does not say how many heads share its width {width}; give heads=")
+        raise UserError(f"{source.name} does not give the number of heads for its width {width}; give heads=")
     return HEADS.get(width, width // 64)
 
 
 def find_labels(source: RawCheckpoint, names: object, classes: int) -> tuple[str, ...] | None:
-    """Class names from a list, or from an object with the class number as key."""
+    """Class names from a list, or from an object with the class number as key; None unless there is one per class."""
+    if not names:
+        return None
     if isinstance(names, Mapping):
         numbers = [str(i) for i in range(len(names))]
         names = [names[i] for i in numbers] if set(numbers) == set(names) else None
@@ -177,84 +265,66 @@ def find_labels(source: RawCheckpoint, names: object, classes: int) -> tuple[str
     return tuple(names) if len(names) == classes else None
 
 
-def stem_config(stages: tuple[int, ...], width: int, traits: FormatDefaults) -> StemConfig:
-    return StemConfig(stages, width, *convolution_defaults(traits))
+def convolution_settings(settings: FormatDefaults) -> tuple[Standardize, float, float]:
+    return not_none(settings.standardize), not_none(settings.standardize_eps), not_none(settings.group_eps)
 
 
-def resnet_config(
-    size: Size, stages: tuple[int, ...], width: int, classes: int, traits: FormatDefaults
-) -> ResNetConfig:
-    return ResNetConfig(size, stages, width, classes, *convolution_defaults(traits))
-
-
-def convolution_defaults(traits: FormatDefaults) -> tuple[Standardize, float, float]:
-    return said(traits.standardize), said(traits.standardize_eps), said(traits.group_eps)
-
-
-def said(value: T | None) -> T:
-    """A trait that a format's default settles."""
+def not_none(value: T | None) -> T:
+    """A setting for which the format has a default."""
     assert value is not None
     return value
 
 
-def guessed(default: FormatDefaults, known: FormatDefaults) -> tuple[str, ...]:
-    return tuple(default.without(known))
+# ---- what a format cannot express
 
 
-def refuse_vit_defaults(source: RawCheckpoint, given: FormatDefaults) -> None:
-    for name in ("heads", "gelu", "norm_eps"):
-        if getattr(given, name) is not None:
-            raise UserError(f"{source.name} is a ResNet and has no {name}; its norms have group_eps")
+def cannot_express(target: str, part: str, fix: str = "") -> UserError:
+    return UserError(f"{target} cannot express {part}" + (f"; {fix}" if fix else ""))
 
 
-# ---- what a format cannot say
-
-
-def refuse(target: str, part: str, mend: str = "") -> UserError:
-    return UserError(f"{target} cannot express {part}" + (f"; {mend}" if mend else ""))
-
-
-def require_plain(c: ModelConfig, target: str) -> ViTConfig:
-    """A ViT with learned 1-D positions at the stem and full attention, as everyone has; else refuse."""
+def check_vit(
+    c: ModelConfig,
+    target: str,
+    *,
+    stem: bool = False,
+    pools: tuple[Pool, ...] = ("token",),
+    positions: tuple[PositionKind, ...] = ("1d",),
+    square: bool = False,
+) -> ViTConfig:
+    """Refuse a model that is not a ViT with full attention and positions at the stem, or not as the target needs it."""
     if isinstance(c, ResNetConfig):
-        raise refuse(target, "a ResNet")
-    if c.attention == "axial":
-        raise refuse(target, "axial attention")
-    if c.positions != "1d":
-        raise refuse(target, f"positions='{c.positions}'")
-    if c.placement != "stem":
-        raise refuse(target, f"positions at every layer (placement='{c.placement}')")
+        raise cannot_express(target, "a ResNet")
+    height, width = c.image_size
+    faults = {
+        "axial attention": c.attention == "axial",
+        f"positions='{c.positions}'": c.positions not in positions,
+        f"positions at every layer (placement='{c.placement}')": c.placement != "stem",
+        "a ResNet stem": c.stem is not None and not stem,
+        f"pool='{c.pool}', only {listed(pools)}": c.pool not in pools,
+        f"images that are not square ({height}x{width})": square and height != width,
+    }
+    for part, is_fault in faults.items():
+        if is_fault:
+            raise cannot_express(target, part)
     return c
 
 
-def require_defaults(c: ModelConfig, target: str, wanted: FormatDefaults) -> None:
-    """The traits a target builds in must be the model's."""
-    names = [field.name for field in dataclasses.fields(FormatDefaults)]
-    trios = [(name, getattr(defaults_of(c), name), getattr(wanted, name)) for name in names]
-    odd = [(name, mine, due) for name, mine, due in trios if None not in (mine, due) and mine != due]
-    if odd:
-        part = " and ".join(f"{name}={mine} (only {due})" for name, mine, due in odd)
-        mend = " ".join(f"{name}={due}" for name, _, due in odd)
-        raise refuse(target, part, f"to accept slightly other logits, read the model with {mend}")
+def check_settings(c: ModelConfig, target: str, fixed: FormatDefaults) -> None:
+    """Refuse a model whose settings differ from those that are fixed in the target."""
+    pairs = [(name, value, vars(fixed)[name]) for name, value in vars(settings_of(c)).items()]
+    wrong = [(name, value, only) for name, value, only in pairs if None not in (value, only) and value != only]
+    if wrong:
+        part = " and ".join(f"{name}={value} (only {only})" for name, value, only in wrong)
+        fix = " ".join(f"{name}={only}" for name, _, only in wrong)
+        raise cannot_express(target, part, f"to accept slightly other logits, read the model with {fix}")
 
 
-def defaults_of(c: ModelConfig) -> FormatDefaults:
-    if isinstance(c, ResNetConfig):
-        return FormatDefaults(group_eps=c.norm_eps, standardize=c.standardize, standardize_eps=c.standardize_eps)
-    said = FormatDefaults(c.heads, c.gelu, c.norm_eps)
-    if c.stem is None:
-        return said
-    stem = FormatDefaults(
-        group_eps=c.stem.norm_eps, standardize=c.stem.standardize, standardize_eps=c.stem.standardize_eps
+def settings_of(c: ModelConfig) -> FormatDefaults:
+    """A model's own values of the settings that shapes do not determine."""
+    resnet = c if isinstance(c, ResNetConfig) else c.stem
+    settings = FormatDefaults() if isinstance(c, ResNetConfig) else FormatDefaults(c.heads, c.gelu, c.norm_eps)
+    if resnet is None:
+        return settings
+    return dataclasses.replace(
+        settings, group_eps=resnet.norm_eps, standardize=resnet.standardize, standardize_eps=resnet.standardize_eps
     )
-    return said.over(stem)
-
-
-def require_square(c: ViTConfig, target: str) -> None:
-    if c.image_size[0] != c.image_size[1]:
-        raise refuse(target, f"images that are not square ({c.image_size[0]}x{c.image_size[1]})")
-
-
-def require_pools(c: ViTConfig, target: str, *pools: str) -> None:
-    if c.pool not in pools:
-        raise refuse(target, f"pool='{c.pool}', only {listed(pools)}")

@@ -17,32 +17,25 @@ from vitlab.models.card import Card
 from vitlab.models.config import Gelu, Interpolation, ModelConfig, Preprocess, Size, ViTConfig, as_size
 from vitlab.settings import from_json
 from vitlab.weights.formats.base import (
-    Description,
     FormatDefaults,
+    ParsedCheckpoint,
     RawCheckpoint,
+    cannot_express,
+    check_vit,
     count,
-    dims,
-    find_heads,
-    find_labels,
-    guessed,
-    patch_side,
-    refuse,
-    require_plain,
-    require_pools,
-    said,
-    with_size,
+    read_vit,
 )
-from vitlab.weights.formats.table import JOIN3, Row, outward, pair, row
+from vitlab.weights.formats.table import JOIN3, Row, expand, from_vitlab, pair, row
 
 NAME = "huggingface"
-WRITES = ("",)
+SUFFIXES = ("",)
 PREPROCESS = Preprocess(fit="stretch")
 DEFAULT = FormatDefaults(gelu="exact", norm_eps=1e-12, preprocess=PREPROCESS)
 ACTIVATIONS: dict[str, Gelu] = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 RESAMPLE: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 PATCHES = "embeddings.patch_embeddings.projection"
 
-# Where the parts of a layer are, in files and in memory.
+# The names of a block's parts, in files and in memory.
 FILE = (
     *("encoder.layer", "attention.attention.query", "attention.attention.key", "attention.attention.value"),
     *("attention.output.dense", "intermediate.dense", "output.dense"),
@@ -53,49 +46,54 @@ MEMORY = (
 )
 
 
-def fits(source: RawCheckpoint) -> bool:
+def table(prefix: str, names: tuple[str, ...] = FILE) -> list[Row]:
+    layer, *qkv, out, up, down = names
+    block = f"{prefix}{layer}.#"
+    weights, biases = (tuple(f"{block}.{name}.{part}" for name in qkv) for part in ("weight", "bias"))
+    return [
+        *pair("embed", f"{prefix}{PATCHES}"),
+        row("token", f"{prefix}embeddings.cls_token"),
+        row("positions.table", f"{prefix}embeddings.position_embeddings"),
+        *pair("blocks.#.norm1", f"{block}.layernorm_before"),
+        Row(("blocks.#.attention.qkv.weight",), weights, JOIN3),
+        Row(("blocks.#.attention.qkv.bias",), biases, JOIN3),
+        *pair("blocks.#.attention.out", f"{block}.{out}"),
+        *pair("blocks.#.norm2", f"{block}.layernorm_after"),
+        *pair("blocks.#.mlp.up", f"{block}.{up}"),
+        *pair("blocks.#.mlp.down", f"{block}.{down}"),
+        *pair("norm", f"{prefix}layernorm"),
+        *pair("prelogits", f"{prefix}pooler.dense"),
+        *pair("head", "classifier"),
+    ]
+
+
+# ---- reading
+
+
+def recognizes(source: RawCheckpoint) -> bool:
     return any(name.removeprefix("vit.") == f"{PATCHES}.weight" for name in source.shapes)
 
 
-def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> Description:
+def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> ParsedCheckpoint:
     kind = source.config.get("model_type", "vit")
     if kind != "vit":
-        raise UserError(f"{source.name} is a {kind!r} of transformers; of its models only 'vit' is known")
+        raise UserError(f"{source.name} is a {kind!r} of transformers; of its models only 'vit' is supported")
     prefix = "vit." if f"vit.{PATCHES}.weight" in source.shapes else ""
     names = MEMORY if count(source, f"{prefix}layers.#.") else FILE
-    told = folder_traits(source)
-    traits = given.over(told).over(DEFAULT)
-    width, _, *sides = dims(source, f"{prefix}{PATCHES}.weight", 4)
-    patch = patch_side(source, f"{prefix}{PATCHES}.weight", (sides[0], sides[1]))
-    pooler = f"{prefix}pooler.dense.weight"
-    config = ViTConfig(
-        image_size=(patch, patch),
-        patch=patch,
-        depth=count(source, f"{prefix}{names[0]}.#."),
-        width=width,
-        mlp=dims(source, f"{prefix}{names[0]}.0.{names[5]}.weight", 2)[0],
-        heads=find_heads(source, width, traits),
-        classes=dims(source, "classifier.weight", 2)[0] if "classifier.weight" in source.shapes else 0,
-        prelogits=dims(source, pooler, 2)[0] if pooler in source.shapes else 0,
-        gelu=said(traits.gelu),
-        norm_eps=said(traits.norm_eps),
-    )
-    rows = table(config, prefix, names)
+    known = given.over(read_settings(source))
     size = source.config.get("image_size")
-    told_size = None if size is None else as_size(size)
-    positions = dims(source, f"{prefix}embeddings.position_embeddings", 3)[1] - 1
-    config = with_size(source, config, rows, positions, told_size, image_size)
-    unsaid = guessed(FormatDefaults(heads=config.heads).over(DEFAULT), given.over(told))
-    return Description(config, Card(said(traits.preprocess), read_labels(source, config.classes)), unsaid, rows)
+    config_size = None if size is None else as_size(size)
+    labels = read_labels(source)
+    return read_vit(source, table(prefix, names), known, DEFAULT, image_size, config_size=config_size, labels=labels)
 
 
-def folder_traits(source: RawCheckpoint) -> FormatDefaults:
+def read_settings(source: RawCheckpoint) -> FormatDefaults:
     act = source.config.get("hidden_act")
     if act is not None and act not in list(ACTIVATIONS):
-        raise UserError(f"{source.name} has the activation {act!r}; only GELU is known")
+        raise UserError(f"{source.name} has the activation {act!r}; only GELU is supported")
     pooler = source.config.get("pooler_act", "tanh")
     if pooler != "tanh":
-        raise UserError(f"{source.name} has a pooler with {pooler!r}; only tanh is known")
+        raise UserError(f"{source.name} has a pooler with {pooler!r}; only tanh is supported")
     eps = source.config.get("layer_norm_eps")
     if eps is not None and not isinstance(eps, int | float):
         raise UserError(f"layer_norm_eps of {source.name} must be a number, not {eps!r}")
@@ -103,19 +101,19 @@ def folder_traits(source: RawCheckpoint) -> FormatDefaults:
         heads=source.config.get("num_attention_heads"),
         gelu=None if act is None else ACTIVATIONS[act],
         norm_eps=eps,
-        preprocess=folder_preprocess(source),
+        preprocess=read_preprocess(source),
     )
 
 
-def folder_preprocess(source: RawCheckpoint) -> Preprocess | None:
+def read_preprocess(source: RawCheckpoint) -> Preprocess | None:
     data = source.processor
     if not data:
         return None
     resample = data.get("resample", 2)
     if resample not in list(RESAMPLE):
-        raise UserError(f"{source.name} prepares images by resample={resample!r}; 0, 1, 2 and 3 are known")
+        raise UserError(f"{source.name} prepares images by resample={resample!r}; 0, 1, 2 and 3 are supported")
     fields: dict[str, Any] = {"interpolation": RESAMPLE[resample], "fit": "stretch"}
-    edge, cut = side(data.get("size"), "shortest_edge"), side(data.get("crop_size"), "height")
+    edge, cut = find_side(data.get("size"), "shortest_edge"), find_side(data.get("crop_size"), "height")
     if edge and cut and data.get("do_center_crop", True):
         fields |= {"fit": "crop", "crop": min(1.0, cut / edge)}
     elif edge:
@@ -125,69 +123,42 @@ def folder_preprocess(source: RawCheckpoint) -> Preprocess | None:
     fields |= {"mean": mean, "std": std} if normal else {"mean": [0.0] * 3, "std": [1.0] * 3}
     scale = data.get("rescale_factor", 1 / 255)
     if not isinstance(scale, int | float) or abs(scale * 255 - 1) > 1e-6:
-        raise UserError(f"{source.name} scales pixels by {scale!r}; only 1/255 is known")
+        raise UserError(f"{source.name} scales pixels by {scale!r}; only 1/255 is supported")
     return from_json(Preprocess, fields)
 
 
-def side(size: object, key: str) -> int:
-    """A side that a processor's `size` names, or 0."""
+def find_side(size: object, key: str) -> int:
+    """The length under a key of a processor's `size`, or 0."""
     value = size.get(key) if isinstance(size, Mapping) else None
     return value if type(value) is int and value > 0 else 0
 
 
-def read_labels(source: RawCheckpoint, classes: int) -> tuple[str, ...] | None:
+def read_labels(source: RawCheckpoint) -> object:
+    """The class names, unless they are those that transformers fills in."""
     names = source.config.get("id2label")
-    labels = find_labels(source, names, classes) if names else None
-    return None if labels == default_labels(classes) else labels
+    filled_in = default_labels(len(names)) if isinstance(names, Mapping | list) else {}
+    return None if names in (filled_in, list(filled_in.values())) else names
 
 
-def default_labels(classes: int) -> tuple[str, ...]:
-    return tuple(f"LABEL_{i}" for i in range(classes))
-
-
-# ---- the table
-
-
-def table(c: ViTConfig, prefix: str, names: tuple[str, ...] = FILE) -> list[Row]:
-    layer, *qkv, out, up, down = names
-    rows = [
-        *pair("embed", f"{prefix}{PATCHES}"),
-        row("token", f"{prefix}embeddings.cls_token"),
-        row("positions.table", f"{prefix}embeddings.position_embeddings"),
-    ]
-    for i in range(c.depth):
-        ours, theirs = f"blocks.{i}", f"{prefix}{layer}.{i}"
-        rows += pair(f"{ours}.norm1", f"{theirs}.layernorm_before")
-        for part in ("weight", "bias"):
-            parts = tuple(f"{theirs}.{name}.{part}" for name in qkv)
-            rows.append(Row((f"{ours}.attention.qkv.{part}",), parts, JOIN3))
-        rows += pair(f"{ours}.attention.out", f"{theirs}.{out}")
-        rows += pair(f"{ours}.norm2", f"{theirs}.layernorm_after")
-        rows += pair(f"{ours}.mlp.up", f"{theirs}.{up}")
-        rows += pair(f"{ours}.mlp.down", f"{theirs}.{down}")
-    rows += pair("norm", f"{prefix}layernorm")
-    rows += pair("prelogits", f"{prefix}pooler.dense") if c.prelogits else []
-    return rows + (pair("head", "classifier") if c.classes else [])
+def default_labels(classes: int) -> dict[str, str]:
+    return {str(i): f"LABEL_{i}" for i in range(classes)}
 
 
 # ---- writing
 
 
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
-    c = require_plain(config, NAME)
-    if c.stem:
-        raise refuse(NAME, "a ResNet stem")
+    c = check_vit(config, NAME)
     if c.classes and c.prelogits:
-        raise refuse(NAME, "a pre-logits layer under a head")
-    require_pools(c, NAME, "token")
-    theirs = outward(table(c, "vit." if c.classes else ""), tensors)
+        raise cannot_express(NAME, "a pre-logits layer under a head")
+    theirs = from_vitlab(expand(table("vit." if c.classes else ""), c), tensors)
     save_file(theirs, path / "model.safetensors", {"format": "pt"})
-    (path / "config.json").write_text(json.dumps(describe(c, card), indent=2))
+    (path / "config.json").write_text(json.dumps(describe_model(c, card), indent=2))
     (path / "preprocessor_config.json").write_text(json.dumps(describe_preprocess(c, card.preprocess), indent=2))
 
 
-def describe(c: ViTConfig, card: Card) -> dict[str, Any]:
-    labels = card.labels or default_labels(c.classes)
+def describe_model(c: ViTConfig, card: Card) -> dict[str, Any]:
+    labels = card.labels or default_labels(c.classes).values()
     height, width = c.image_size
     data: dict[str, Any] = {
         "architectures": ["ViTForImageClassification" if c.classes else "ViTModel"],

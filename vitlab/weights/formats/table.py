@@ -1,7 +1,7 @@
-"""One table per format, used in both directions: which of their tensors make which of ours, and by what move.
+"""One table per format, used in both directions: which tensors of a file make which of ours, by which transform.
 
-A move is a pair of inverse functions on short lists of tensors. The shapes a file must have are found by moving
-our own shapes outwards, so that a wrong tensor is named before anything is read.
+A transform is a pair of inverse functions on short lists of tensors. The shapes that a file must have are computed by
+applying `from_vitlab` to our own shapes, so that a wrong tensor is reported before any is read.
 
 Shapes: D width, H heads, K head width, C channels.
 """
@@ -15,64 +15,73 @@ import torch
 from torch import Tensor
 
 from vitlab.errors import UserError
+from vitlab.models.config import ModelConfig, ViTConfig
 from vitlab.weights.tensors import Shape, TensorFile
 
-Many = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+TensorsFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
-class Move:
-    """`inward` makes our tensors of theirs, `outward` theirs of ours."""
+class Transform:
+    """`to_vitlab` makes our tensors from a file's, `from_vitlab` a file's from ours."""
 
-    inward: Many
-    outward: Many
-    loose: bool = False  # axes of length 1 in front do not count
+    to_vitlab: TensorsFunction
+    from_vitlab: TensorsFunction
+    loose: bool = False  # leading axes of length 1 are optional in the file
+
+
+def per_tensor(
+    to_vitlab: Callable[[Tensor], Tensor], from_vitlab: Callable[[Tensor], Tensor], loose: bool = False
+) -> Transform:
+    return Transform(lambda xs: [to_vitlab(x) for x in xs], lambda xs: [from_vitlab(x) for x in xs], loose)
+
+
+SAME = per_tensor(lambda x: x, lambda x: x)
+TRANSPOSE = per_tensor(lambda x: x.T, lambda x: x.T)
+CONV = per_tensor(lambda x: x.permute(3, 2, 0, 1), lambda x: x.permute(2, 3, 1, 0))  # (h, w, in, out), (out, in, h, w)
+POINT = per_tensor(lambda x: x.flatten(1), lambda x: x[:, :, None, None])  # a 1x1 convolution as a dense layer
+POINT_LAST = per_tensor(lambda x: x.flatten(0, 2).T, lambda x: x.T[None, None])  # the same, (1, 1, in, out)
+MAP_NORM = per_tensor(lambda x: x.flatten(), lambda x: x[None, None, None], loose=True)  # (1, 1, 1, C), newer ones (C)
+JOIN3 = Transform(lambda xs: [torch.cat(list(xs))], lambda xs: xs[0].chunk(3))  # queries, keys and values
+SPLIT2 = Transform(lambda xs: xs[0].chunk(2), lambda xs: [torch.cat(list(xs))])  # keys and values
+
+
+def join_heads(heads: int) -> Transform:
+    """Three kernels (D, H, K) as one matrix (3D, D)."""
+    return Transform(
+        lambda xs: [torch.cat([x.flatten(1).T for x in xs])],
+        lambda xs: [x.T.unflatten(1, (heads, -1)) for x in xs[0].chunk(3)],
+    )
+
+
+def join_head_biases(heads: int) -> Transform:
+    """Three biases (H, K) as one vector (3D)."""
+    return Transform(
+        lambda xs: [torch.cat([x.flatten() for x in xs])],
+        lambda xs: [x.unflatten(0, (heads, -1)) for x in xs[0].chunk(3)],
+    )
+
+
+def merge_heads(heads: int) -> Transform:
+    """A kernel (H, K, D) as a matrix (D, D)."""
+    return per_tensor(lambda x: x.flatten(0, 1).T, lambda x: x.T.unflatten(0, (heads, -1)))
+
+
+# ---- rows
 
 
 @dataclass(frozen=True)
 class Row:
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
-    move: Move
+    transform: Transform
+
+    def rename(self, ours: Callable[[str], str], theirs: Callable[[str], str]) -> "Row":
+        return Row(tuple(map(ours, self.ours)), tuple(map(theirs, self.theirs)), self.transform)
 
 
-def each(inward: Callable[[Tensor], Tensor], outward: Callable[[Tensor], Tensor], loose: bool = False) -> Move:
-    return Move(lambda xs: [inward(x) for x in xs], lambda xs: [outward(x) for x in xs], loose)
-
-
-SAME = each(lambda x: x, lambda x: x)
-TRANSPOSE = each(lambda x: x.T, lambda x: x.T)
-CONV = each(lambda x: x.permute(3, 2, 0, 1), lambda x: x.permute(2, 3, 1, 0))  # (h, w, in, out) to (out, in, h, w)
-POINT = each(lambda x: x.flatten(1), lambda x: x[:, :, None, None])  # a 1x1 convolution as a dense layer
-POINT_LAST = each(lambda x: x.flatten(0, 2).T, lambda x: x.T[None, None])  # the same, (1, 1, in, out)
-MAP_NORM = each(lambda x: x.flatten(), lambda x: x[None, None, None], loose=True)  # (1, 1, 1, C), or (C) in newer files
-JOIN3 = Move(lambda xs: [torch.cat(list(xs))], lambda xs: xs[0].chunk(3))  # queries, keys and values
-SPLIT2 = Move(lambda xs: xs[0].chunk(2), lambda xs: [torch.cat(list(xs))])  # keys and values
-
-
-def join_heads(heads: int) -> Move:
-    """Three kernels (D, H, K) as one matrix (3D, D)."""
-    return Move(
-        lambda xs: [torch.cat([x.flatten(1).T for x in xs])],
-        lambda xs: [x.T.unflatten(1, (heads, -1)) for x in xs[0].chunk(3)],
-    )
-
-
-def join_head_biases(heads: int) -> Move:
-    """Three biases (H, K) as one vector (3D)."""
-    return Move(
-        lambda xs: [torch.cat([x.flatten() for x in xs])],
-        lambda xs: [x.unflatten(0, (heads, -1)) for x in xs[0].chunk(3)],
-    )
-
-
-def merge_heads(heads: int) -> Move:
-    """A kernel (H, K, D) as a matrix (D, D)."""
-    return each(lambda x: x.flatten(0, 1).T, lambda x: x.T.unflatten(0, (heads, -1)))
-
-
-def row(ours: str, theirs: str, move: Move = SAME) -> Row:
-    return Row((ours,), (theirs,), move)
+def row(ours: str, theirs: str, transform: Transform = SAME) -> Row:
+    return Row((ours,), (theirs,), transform)
 
 
 def pair(ours: str, theirs: str) -> list[Row]:
@@ -80,76 +89,122 @@ def pair(ours: str, theirs: str) -> list[Row]:
     return [row(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias")]
 
 
+def expand(table: Sequence[Row], c: ModelConfig) -> list[Row]:
+    """The rows of one model: those of the parts it has, those with a `#` once for each block."""
+    optional: dict[str, object] = {"head": c.classes}
+    if isinstance(c, ViTConfig):
+        optional |= {"token": c.token, "positions": c.positions == "1d"}
+        optional |= {"pool": c.pool == "attention", "prelogits": c.prelogits}
+    present = [r for r in table if optional.get(r.ours[0].partition(".")[0], True)]
+    rows: list[Row] = []
+    for is_block, group in groupby(present, lambda r: "#" in r.ours[0]):
+        if is_block and isinstance(c, ViTConfig):
+            block = list(group)
+            rows += [r.rename(number_block(i), number_block(i)) for i in range(c.depth) for r in block]
+        else:
+            rows += group
+    return rows
+
+
+def number_block(i: int) -> Callable[[str], str]:
+    return lambda name: name.replace("#", str(i))
+
+
+def stage_rows(
+    stages: Sequence[int], unit: Sequence[Row], shortcut: Sequence[Row], ours: str, theirs: str
+) -> list[Row]:
+    """The rows of a ResNet's units: `unit` for each, and `shortcut` for the first of a stage.
+
+    `ours` and `theirs` are put before the names, with the number of the stage for {i} and of the unit for {j}, or for
+    {stage} and {unit} where they count from one.
+    """
+    rows: list[Row] = []
+    for i, units in enumerate(stages):
+        for j in range(units):
+            numbers = {"i": i, "j": j, "stage": i + 1, "unit": j + 1}
+            before = ours.format(**numbers), theirs.format(**numbers)
+            rows += [r.rename(before[0].__add__, before[1].__add__) for r in (*unit, *(() if j else shortcut))]
+    return rows
+
+
 # ---- applying a table
 
 
-def inward(table: Sequence[Row], ours: Mapping[str, Tensor], file: TensorFile) -> dict[str, Tensor]:
-    """Our tensors, made of a file's; `ours` gives the shapes they must have."""
-    check(table, ours, file)
+def to_vitlab(table: Sequence[Row], ours: Mapping[str, Tensor], file: TensorFile) -> dict[str, Tensor]:
+    """Our tensors, made from a file's; `ours` gives the shapes they must have."""
+    check_tensors(table, ours, file)
     tensors: dict[str, Tensor] = {}
     for r in table:
-        made = r.move.inward([file.read(name) for name in r.theirs])
+        made = r.transform.to_vitlab([file.read(name) for name in r.theirs])
         tensors |= {name: x.contiguous() for name, x in zip(r.ours, made, strict=True)}
     return tensors
 
 
-def outward(table: Sequence[Row], ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their tensors, made of ours."""
+def from_vitlab(table: Sequence[Row], ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A file's tensors, made from ours."""
     theirs: dict[str, Tensor] = {}
     for r in table:
-        made = r.move.outward([ours[name] for name in r.ours])
+        made = r.transform.from_vitlab([ours[name] for name in r.ours])
         theirs |= {name: x.contiguous() for name, x in zip(r.theirs, made, strict=True)}
     return theirs
 
 
-def check(table: Sequence[Row], ours: Mapping[str, Tensor], file: TensorFile) -> None:
-    """Refuse a file with a leftover, missing or misshapen tensor, naming each."""
+def check_tensors(table: Sequence[Row], ours: Mapping[str, Tensor], file: TensorFile) -> None:
+    """Raise an error that names every tensor of a file that is unexpected, missing or of a wrong shape."""
     faults = name_faults(table, file)
     for r in table:
-        wanted = r.move.outward([ours[name].to("meta") for name in r.ours])
-        for name, tensor in zip(r.theirs, wanted, strict=True):
-            found, due = file.shapes.get(name), tuple(tensor.shape)
-            if found is not None and found != due and not (r.move.loose and trimmed(found) == trimmed(due)):
-                faults.append(f"'{name}' has shape {found} where {due} is due")
-    if faults:
-        raise UserError(f"{file.path} is no checkpoint this package knows: {'; '.join(faults)}")
+        made = r.transform.from_vitlab([ours[name].to("meta") for name in r.ours])
+        for name, tensor in zip(r.theirs, made, strict=True):
+            shape, expected = file.shapes.get(name), tuple(tensor.shape)
+            if shape in (None, expected) or (r.transform.loose and strip_ones(shape) == strip_ones(expected)):
+                continue
+            faults.append(f"'{name}' has shape {shape}, expected {expected}")
+    raise_faults(faults, file)
 
 
 def check_names(table: Sequence[Row], file: TensorFile) -> None:
-    if faults := name_faults(table, file):
-        raise UserError(f"{file.path} is no checkpoint this package knows: {'; '.join(faults)}")
+    """The same for names alone."""
+    raise_faults(name_faults(table, file), file)
+
+
+def raise_faults(faults: Sequence[str], file: TensorFile) -> None:
+    if faults:
+        raise UserError(f"{file.path} is not a supported checkpoint: {'; '.join(faults)}")
 
 
 def name_faults(table: Sequence[Row], file: TensorFile) -> list[str]:
-    wanted = dict.fromkeys(name for r in table for name in r.theirs)
+    expected = dict.fromkeys(name for r in table for name in r.theirs)
     faults = []
-    if leftover := [name for name in file.shapes if name not in wanted]:
-        faults.append(f"{named(leftover)} {'does' if len(leftover) == 1 else 'do'} not belong")
-    if missing := [name for name in wanted if name not in file.shapes]:
-        faults.append(f"{named(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+    if unexpected := [name for name in file.shapes if name not in expected]:
+        faults.append(f"{quote_names(unexpected)} {'does' if len(unexpected) == 1 else 'do'} not belong")
+    if missing := [name for name in expected if name not in file.shapes]:
+        faults.append(f"{quote_names(missing)} {'is' if len(missing) == 1 else 'are'} missing")
     return faults
 
 
-def trimmed(shape: Shape) -> Shape:
+def strip_ones(shape: Shape | None) -> Shape:
+    """A shape without its leading axes of length 1."""
+    shape = shape or ()
     while shape[:1] == (1,):
         shape = shape[1:]
     return shape
 
 
-def named(names: Sequence[str], limit: int = 40) -> str:
-    """All the names, those that differ in one number only written as a range: blocks.0-11.gamma."""
+def quote_names(names: Sequence[str], limit: int = 40) -> str:
+    """All the names, those that differ in one number only written as a range: 'blocks.0-11.gamma'."""
     pattern = re.compile(r"(?<!\d)(?:0|[1-9]\d{0,8})(?!\d)")
     groups: dict[str, list[int]] = {}
     for name in names:
         number = pattern.search(name)
         key = pattern.sub("\0", name, count=1)
         groups.setdefault(key, []).append(int(number[0]) if number else 0)
-    words = [f"'{key.replace(chr(0), ranges(numbers))}'" for key, numbers in groups.items()]
+    words = [f"'{key.replace(chr(0), format_ranges(numbers))}'" for key, numbers in groups.items()]
     more = f" and {len(words) - limit} more kinds" if len(words) > limit else ""
     return ", ".join(words[:limit]) + more
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] as 0-2+5."""
     runs = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
     spans = [[number for _, number in run] for _, run in runs]
     return "+".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)

@@ -1,14 +1,13 @@
 """timm's ViTs (plain and hybrid) and BiT ResNets: state dicts, and the folders its hub models come in.
 
-A bare file says neither heads nor GELU nor preprocessing; a folder's config.json names the architecture, from which
-they follow, and holds the preprocessing.
+A bare file has neither heads nor GELU nor preprocessing; a folder's config.json names the architecture, from which they
+follow, and holds the preprocessing.
 """
 
-import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,143 +16,147 @@ from torch import Tensor
 
 from vitlab.errors import UserError
 from vitlab.models.card import Card
-from vitlab.models.config import (
-    Fit,
-    Gelu,
-    ModelConfig,
-    Pool,
-    Preprocess,
-    ResNetConfig,
-    Size,
-    StemConfig,
-    ViTConfig,
-    as_size,
-)
+from vitlab.models.config import Fit, Gelu, ModelConfig, Pool, Preprocess, ResNetConfig, Size, ViTConfig, as_size
 from vitlab.settings import from_json
 from vitlab.weights.formats.base import (
     HEADS,
-    IMAGE_SIZE,
-    Description,
     FormatDefaults,
+    ParsedCheckpoint,
     RawCheckpoint,
-    count,
-    dims,
-    find_heads,
-    find_labels,
-    guessed,
-    patch_side,
-    refuse,
-    refuse_vit_defaults,
-    require_defaults,
-    require_plain,
-    resnet_config,
-    said,
-    stem_config,
-    with_size,
+    cannot_express,
+    check_settings,
+    check_vit,
+    count_units,
+    read_resnet,
+    read_vit,
+    stored_shape,
 )
-from vitlab.weights.formats.table import POINT, SPLIT2, Row, outward, pair, row
+from vitlab.weights.formats.table import POINT, SPLIT2, Row, expand, from_vitlab, pair, row, stage_rows
 
 NAME = "timm"
+SUFFIXES = (".safetensors", "")
 PREPROCESS = Preprocess(interpolation="bicubic", crop=0.9)
 BIT_PREPROCESS = Preprocess(crop=1.0)
 STD = FormatDefaults(group_eps=1e-5, standardize="variance", standardize_eps=1e-8)
-PLAIN_DEFAULT = FormatDefaults(gelu="exact", norm_eps=1e-6, preprocess=PREPROCESS)
-DEFAULT = PLAIN_DEFAULT.over(STD)
+DEFAULT = FormatDefaults(gelu="exact", norm_eps=1e-6, preprocess=PREPROCESS)
 BIT_DEFAULT = FormatDefaults(preprocess=BIT_PREPROCESS).over(STD)
 
 ACTIVATIONS: dict[str, Gelu] = {"gelu": "exact", "gelu_tanh": "tanh"}
-# Arguments that change nothing, or that the tensors tell themselves.
+# Arguments that change nothing, or that follow from the tensors.
 HARMLESS = {"img_size", "patch_size", "in_chans", "embed_dim", "depth", "mlp_ratio", "num_classes", "class_token"}
 HARMLESS |= {"fc_norm", "pos_embed", "dynamic_img_size", "reg_tokens", "init_values", "qkv_bias", "qk_norm"}
 READ = {"num_heads", "act_layer", "global_pool"}
-# Architectures that differ from the others in what tensors do not tell.
+# Architectures that differ from the others in what does not follow from the tensors.
 TANH = r"giantopt|patch32_siglip|large_patch16_siglip(_gap)?_512|so400m_patch16_siglip"
 ODD_HEADS = {"vit_base_patch16_gap_224": 16, "test_vit": 2}
 POOLS: dict[Pool, str] = {"token": "token", "mean": "avg", "attention": "map"}
 CROPS: dict[str, Fit] = {"center": "crop", "squash": "stretch"}
 
 
-def fits(source: RawCheckpoint) -> bool:
+# ---- the tables
+
+STEM = "patch_embed.backbone."
+VIT = [
+    *pair("embed", "patch_embed.proj"),
+    row("token", "cls_token"),
+    row("positions.table", "pos_embed"),
+    *pair("blocks.#.norm1", "blocks.#.norm1"),
+    *pair("blocks.#.attention.qkv", "blocks.#.attn.qkv"),
+    *pair("blocks.#.attention.out", "blocks.#.attn.proj"),
+    *pair("blocks.#.norm2", "blocks.#.norm2"),
+    *pair("blocks.#.mlp.up", "blocks.#.mlp.fc1"),
+    *pair("blocks.#.mlp.down", "blocks.#.mlp.fc2"),
+    *pair("norm", "norm"),
+    row("pool.probe", "attn_pool.latent"),
+    *pair("pool.q", "attn_pool.q"),
+    Row(("pool.k.weight", "pool.v.weight"), ("attn_pool.kv.weight",), SPLIT2),
+    Row(("pool.k.bias", "pool.v.bias"), ("attn_pool.kv.bias",), SPLIT2),
+    *pair("pool.out", "attn_pool.proj"),
+    *pair("pool.norm", "attn_pool.norm"),
+    *pair("pool.mlp.up", "attn_pool.mlp.fc1"),
+    *pair("pool.mlp.down", "attn_pool.mlp.fc2"),
+    *pair("prelogits", "pre_logits.fc"),
+    *pair("head", "head"),
+]
+UNIT = [r for k in (1, 2, 3) for r in (row(f"conv{k}.weight", f"conv{k}.weight"), *pair(f"norm{k}", f"norm{k}"))]
+
+
+def vit_table(stages: Sequence[int] | None) -> list[Row]:
+    """A ViT's table; `stages` are those of a hybrid's stem."""
+    if stages is None:
+        return VIT
+    root = f"{STEM}stem" if stages else STEM.rstrip(".")
+    shortcut = [row("shortcut.0.weight", "downsample.conv.weight"), *pair("shortcut.1", "downsample.norm")]
+    return [
+        row("stem.root.weight", f"{root}.conv.weight"),
+        *pair("stem.norm", f"{root}.norm"),
+        *stage_rows(stages, UNIT, shortcut, "stem.stages.{i}.{j}.", STEM + "stages.{i}.blocks.{j}."),
+        *VIT,
+    ]
+
+
+def bit_table(stages: Sequence[int]) -> list[Row]:
+    shortcut = [row("shortcut.weight", "downsample.conv.weight")]
+    return [
+        row("root.weight", "stem.conv.weight"),
+        *stage_rows(stages, UNIT, shortcut, "stages.{i}.{j}.", "stages.{i}.blocks.{j}."),
+        *pair("norm", "norm"),
+        row("head.weight", "head.fc.weight", POINT),
+        row("head.bias", "head.fc.bias"),
+    ]
+
+
+# ---- reading
+
+
+def recognizes(source: RawCheckpoint) -> bool:
     shapes = source.shapes
     bit = "stem.conv.weight" in shapes and "stages.0.blocks.0.conv1.weight" in shapes
     return bit or "patch_embed.proj.weight" in shapes
 
 
-def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> Description:
+def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> ParsedCheckpoint:
+    labels = source.config.get("label_names") or pretrained_config(source).get("label_names")
     if "stem.conv.weight" in source.shapes:
-        return read_bit(source, given, image_size)
-    width, _, *sides = dims(source, "patch_embed.proj.weight", 4)
-    told = folder_traits(source, width)
-    traits = given.over(told).over(DEFAULT)
-    stem = read_stem(source, traits)
-    patch = patch_side(source, "patch_embed.proj.weight", (sides[0], sides[1]))
-    stride = patch * (stem.stride if stem else 1)
-    learned = "pos_embed" in source.shapes
-    config = ViTConfig(
-        image_size=(stride, stride),
-        patch=patch,
-        depth=count(source, "blocks.#."),
-        width=width,
-        mlp=dims(source, "blocks.0.mlp.fc1.weight", 2)[0],
-        heads=find_heads(source, width, traits),
-        classes=dims(source, "head.weight", 2)[0] if "head.weight" in source.shapes else 0,
+        stored = FormatDefaults(preprocess=read_preprocess(source, BIT_PREPROCESS))
+        known = given.over(stored.over(STD) if architecture(source) else stored)
+        stages, size = count_units(source, "stages.#.", "blocks.#."), read_size(source) or image_size
+        return read_resnet(source, bit_table(stages), known, BIT_DEFAULT, size, stages, labels)
+    known = given.over(read_settings(source, stored_shape(source, "patch_embed.proj.weight", 4)[0]))
+    stem = read_stem(source)
+    return read_vit(
+        source,
+        vit_table(stem and stem[0]),
+        known,
+        DEFAULT.over(STD) if stem else DEFAULT,
+        image_size,
+        config_size=read_size(source),
         stem=stem,
         pool=find_pool(source),
-        prelogits=dims(source, "pre_logits.fc.weight", 2)[0] if "pre_logits.fc.weight" in source.shapes else 0,
-        positions="1d" if learned else "none",
-        gelu=said(traits.gelu),
-        norm_eps=said(traits.norm_eps),
+        positions="1d" if "pos_embed" in source.shapes else "none",
+        labels=labels,
     )
-    rows, size = table(config), folder_size(source)
-    if learned:
-        config = with_size(source, config, rows, dims(source, "pos_embed", 3)[1] - config.token, size, image_size)
-    else:
-        config = dataclasses.replace(config, image_size=size or image_size or IMAGE_SIZE)
-    default = FormatDefaults(heads=config.heads).over(DEFAULT if stem else PLAIN_DEFAULT)
-    return Description(config, read_card(source, config.classes, traits), guessed(default, given.over(told)), rows)
 
 
-def read_stem(source: RawCheckpoint, traits: FormatDefaults) -> StemConfig | None:
-    if "patch_embed.backbone.conv.weight" in source.shapes:  # a root alone
-        return stem_config((), dims(source, "patch_embed.backbone.conv.weight", 4)[0], traits)
-    if "patch_embed.backbone.stem.conv.weight" not in source.shapes:
+def read_stem(source: RawCheckpoint) -> tuple[tuple[int, ...], int] | None:
+    """The stages and the width of a hybrid's stem."""
+    if f"{STEM}conv.weight" in source.shapes:  # a root alone
+        return (), stored_shape(source, f"{STEM}conv.weight", 4)[0]
+    if f"{STEM}stem.conv.weight" not in source.shapes:
         return None
-    width = dims(source, "patch_embed.backbone.stem.conv.weight", 4)[0]
-    return stem_config(read_stages(source, "patch_embed.backbone."), width, traits)
-
-
-def read_stages(source: RawCheckpoint, prefix: str) -> tuple[int, ...]:
-    stages = count(source, f"{prefix}stages.#.")
-    return tuple(count(source, f"{prefix}stages.{i}.blocks.#.") for i in range(stages))
+    stages = count_units(source, f"{STEM}stages.#.", "blocks.#.")
+    return stages, stored_shape(source, f"{STEM}stem.conv.weight", 4)[0]
 
 
 def find_pool(source: RawCheckpoint) -> Pool:
-    """The pooling the tensors tell; what a folder's config says must agree."""
+    """The pooling that follows from the tensors; that of a folder's config must agree."""
     pool: Pool = "attention" if "attn_pool.latent" in source.shapes else "mean"
     if "cls_token" in source.shapes and pool == "mean":
         pool = "token"
-    args = model_args(source)
-    said = args.get("global_pool", source.config.get("global_pool"))
-    if said is not None and said != POOLS[pool]:
-        raise UserError(f"{source.name} pools by global_pool={said!r} where its tensors fit {POOLS[pool]!r} alone")
+    stored = model_args(source).get("global_pool", source.config.get("global_pool"))
+    if stored is not None and stored != POOLS[pool]:
+        raise UserError(f"{source.name} pools by global_pool={stored!r} where its tensors fit {POOLS[pool]!r} alone")
     return pool
-
-
-def read_bit(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> Description:
-    refuse_vit_defaults(source, given)
-    told = FormatDefaults(preprocess=folder_preprocess(source, BIT_PREPROCESS)).over(
-        STD if architecture(source) else FormatDefaults()
-    )
-    traits, size = given.over(told).over(BIT_DEFAULT), folder_size(source) or image_size
-    config = resnet_config(
-        size or IMAGE_SIZE,
-        read_stages(source, ""),
-        dims(source, "stem.conv.weight", 4)[0],
-        dims(source, "head.fc.weight", 4)[0] if "head.fc.weight" in source.shapes else 0,
-        traits,
-    )
-    unsaid = guessed(BIT_DEFAULT, given.over(told)) + (() if size else ("image_size",))
-    return Description(config, read_card(source, config.classes, traits), unsaid, table(config))
 
 
 # ---- the folder's config.json
@@ -166,7 +169,7 @@ def architecture(source: RawCheckpoint) -> str:
     return name
 
 
-def mapping(source: RawCheckpoint, data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def find_object(source: RawCheckpoint, data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = data.get(key) or {}
     if not isinstance(value, Mapping):
         raise UserError(f"'{key}' in the config of {source.name} must be an object, not {value!r}")
@@ -174,136 +177,55 @@ def mapping(source: RawCheckpoint, data: Mapping[str, Any], key: str) -> Mapping
 
 
 def model_args(source: RawCheckpoint) -> Mapping[str, Any]:
-    return mapping(source, source.config, "model_args")
+    return find_object(source, source.config, "model_args")
 
 
-def pretrained(source: RawCheckpoint) -> Mapping[str, Any]:
+def pretrained_config(source: RawCheckpoint) -> Mapping[str, Any]:
     """Older folders have these fields at the top."""
     if "architecture" not in source.config:
         return {}
-    return mapping(source, source.config, "pretrained_cfg") or source.config
+    return find_object(source, source.config, "pretrained_cfg") or source.config
 
 
-def folder_traits(source: RawCheckpoint, width: int) -> FormatDefaults:
+def read_settings(source: RawCheckpoint, width: int) -> FormatDefaults:
     args = model_args(source)
     for key in args:
         if key not in HARMLESS | READ:
-            raise UserError(f"{source.name} was built with {key}={args[key]!r}, which this package does not know")
+            raise UserError(f"{source.name} was built with {key}={args[key]!r}, which is not supported")
     act = args.get("act_layer")
     if act is not None and (not isinstance(act, str) or act not in ACTIVATIONS):
-        raise UserError(f"{source.name} has the activation {act!r}; only GELU is known")
-    told = FormatDefaults(heads=args.get("num_heads"), gelu=ACTIVATIONS[act] if act else None)
-    if name := architecture(source):  # then timm's own defaults hold, except where the name says otherwise
+        raise UserError(f"{source.name} has the activation {act!r}; only GELU is supported")
+    settings = FormatDefaults(heads=args.get("num_heads"), gelu=ACTIVATIONS[act] if act else None)
+    if name := architecture(source):  # then timm's own defaults hold, with the exceptions by name
         gelu: Gelu = "tanh" if re.search(TANH, name) else "exact"
         heads = ODD_HEADS.get(name, HEADS.get(width))
-        preprocess = folder_preprocess(source, PREPROCESS)
-        told = told.over(FormatDefaults(heads, gelu, norm_eps=1e-6, preprocess=preprocess).over(STD))
-    return told
+        preprocess = read_preprocess(source, PREPROCESS)
+        settings = settings.over(FormatDefaults(heads, gelu, norm_eps=1e-6, preprocess=preprocess).over(STD))
+    return settings
 
 
-def folder_preprocess(source: RawCheckpoint, default: Preprocess) -> Preprocess | None:
-    cfg = pretrained(source)
+def read_preprocess(source: RawCheckpoint, default: Preprocess) -> Preprocess | None:
+    cfg = pretrained_config(source)
     if not cfg:
         return None
     mode = cfg.get("crop_mode") or "center"
     if mode not in list(CROPS):
-        raise UserError(f"{source.name} prepares images by crop_mode={mode!r}; only center and squash are known")
-    said = {
-        "mean": cfg.get("mean"),
-        "std": cfg.get("std"),
-        "interpolation": cfg.get("interpolation"),
-        "crop": cfg.get("crop_pct"),
-        "fit": CROPS[mode],
-    }
-    fields = {"mean": default.mean, "std": default.std, "interpolation": default.interpolation, "crop": default.crop}
-    return from_json(Preprocess, fields | {key: value for key, value in said.items() if value is not None})
+        raise UserError(f"{source.name} prepares images by crop_mode={mode!r}; only center and squash are supported")
+    names = {"mean": "mean", "std": "std", "interpolation": "interpolation", "crop": "crop_pct"}
+    fields = {ours: getattr(default, ours) if cfg.get(key) is None else cfg[key] for ours, key in names.items()}
+    return from_json(Preprocess, fields | {"fit": CROPS[mode]})
 
 
-def folder_size(source: RawCheckpoint) -> Size | None:
-    args, cfg = model_args(source), pretrained(source)
+def read_size(source: RawCheckpoint) -> Size | None:
+    args, cfg = model_args(source), pretrained_config(source)
     if args.get("img_size") is not None:
         return as_size(args["img_size"])
     size = cfg.get("input_size")
     return as_size(size[1:]) if isinstance(size, list) else None
 
 
-def read_card(source: RawCheckpoint, classes: int, traits: FormatDefaults) -> Card:
-    names = source.config.get("label_names") or pretrained(source).get("label_names")
-    labels = find_labels(source, names, classes) if names else None
-    return Card(said(traits.preprocess), labels)
-
-
-# ---- the table
-
-
-def table(c: ModelConfig) -> list[Row]:
-    if isinstance(c, ResNetConfig):
-        return [
-            row("root.weight", "stem.conv.weight"),
-            *stage_rows(c.stages, "", "", "shortcut", None),
-            *pair("norm", "norm"),
-            *([row("head.weight", "head.fc.weight", POINT), row("head.bias", "head.fc.bias")] if c.classes else []),
-        ]
-    rows = [
-        *(stem_rows(c.stem) if c.stem else []),
-        *pair("embed", "patch_embed.proj"),
-        *([row("token", "cls_token")] if c.token else []),
-        *([row("positions.table", "pos_embed")] if c.positions == "1d" else []),
-    ]
-    for i in range(c.depth):
-        ours = theirs = f"blocks.{i}"
-        rows += pair(f"{ours}.norm1", f"{theirs}.norm1")
-        rows += pair(f"{ours}.attention.qkv", f"{theirs}.attn.qkv")
-        rows += pair(f"{ours}.attention.out", f"{theirs}.attn.proj")
-        rows += pair(f"{ours}.norm2", f"{theirs}.norm2")
-        rows += pair(f"{ours}.mlp.up", f"{theirs}.mlp.fc1")
-        rows += pair(f"{ours}.mlp.down", f"{theirs}.mlp.fc2")
-    rows += pair("norm", "norm")
-    rows += pool_rows() if c.pool == "attention" else []
-    rows += pair("prelogits", "pre_logits.fc") if c.prelogits else []
-    return rows + (pair("head", "head") if c.classes else [])
-
-
-def pool_rows() -> list[Row]:
-    split = [Row((f"pool.k.{p}", f"pool.v.{p}"), (f"attn_pool.kv.{p}",), SPLIT2) for p in ("weight", "bias")]
-    return [
-        row("pool.probe", "attn_pool.latent"),
-        *pair("pool.q", "attn_pool.q"),
-        *split,
-        *pair("pool.out", "attn_pool.proj"),
-        *pair("pool.norm", "attn_pool.norm"),
-        *pair("pool.mlp.up", "attn_pool.mlp.fc1"),
-        *pair("pool.mlp.down", "attn_pool.mlp.fc2"),
-    ]
-
-
-def stem_rows(c: StemConfig) -> list[Row]:
-    root = "patch_embed.backbone.stem" if c.stages else "patch_embed.backbone"
-    return [
-        row("stem.root.weight", f"{root}.conv.weight"),
-        *pair("stem.norm", f"{root}.norm"),
-        *stage_rows(c.stages, "stem.", "patch_embed.backbone.", "shortcut.0", "shortcut.1"),
-    ]
-
-
-def stage_rows(stages: tuple[int, ...], ours: str, theirs: str, conv: str, norm: str | None) -> list[Row]:
-    """Bottlenecks; the first unit of a stage has a projected shortcut, the hybrid's with a norm."""
-    rows: list[Row] = []
-    for i, units in enumerate(stages):
-        for j in range(units):
-            mine, other = f"{ours}stages.{i}.{j}", f"{theirs}stages.{i}.blocks.{j}"
-            for k in (1, 2, 3):
-                rows.append(row(f"{mine}.conv{k}.weight", f"{other}.conv{k}.weight"))
-                rows += pair(f"{mine}.norm{k}", f"{other}.norm{k}")
-            if j == 0:
-                rows.append(row(f"{mine}.{conv}.weight", f"{other}.downsample.conv.weight"))
-                rows += pair(f"{mine}.{norm}", f"{other}.downsample.norm") if norm else []
-    return rows
-
-
 # ---- writing
 
-WRITES = (".safetensors", "")
 STEMS = {
     (2, 2, 2, 2): "vit_small_r26_s32_224",
     (3, 4, 9): "vit_base_r50_s16_224",
@@ -322,40 +244,41 @@ BITS: dict[tuple[tuple[int, ...], int], str] = {
 
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
     """A folder that timm.create_model("local-dir:...") builds, or the state dict alone."""
-    require_expressible(config)
+    check_expressible(config)
     folder = path.is_dir()
     if not folder:
-        require_defaults(config, "a timm file alone, without a folder's config.json,", FormatDefaults(gelu="exact"))
-    description = describe(config, card) if folder else {}
-    save_file(outward(table(config), tensors), path / "model.safetensors" if folder else path, {"format": "pt"})
+        check_settings(config, "a timm file alone, without a folder's config.json,", FormatDefaults(gelu="exact"))
+    description = describe_model(config, card) if folder else {}
+    if isinstance(config, ResNetConfig):
+        table = bit_table(config.stages)
+    else:
+        table = vit_table(config.stem.stages if config.stem else None)
+    theirs = from_vitlab(expand(table, config), tensors)
+    save_file(theirs, path / "model.safetensors" if folder else path, {"format": "pt"})
     if folder:
         (path / "config.json").write_text(json.dumps(description, indent=2))
 
 
-def require_expressible(c: ModelConfig) -> None:
+def check_expressible(c: ModelConfig) -> None:
     if isinstance(c, ResNetConfig):
-        return require_defaults(c, NAME, STD)
-    if c.positions != "none":
-        require_plain(c, NAME)
-    elif c.attention == "axial":
-        raise refuse(NAME, "axial attention")
+        return check_settings(c, NAME, STD)
+    c = check_vit(c, NAME, stem=True, pools=("token", "mean", "attention"), positions=("1d", "none"))
     if c.prelogits:
-        raise refuse(NAME, "a pre-logits layer")
-    return require_defaults(c, NAME, FormatDefaults(norm_eps=1e-6).over(STD))
+        raise cannot_express(NAME, "a pre-logits layer")
+    return check_settings(c, NAME, FormatDefaults(norm_eps=1e-6).over(STD))
 
 
-def describe(c: ModelConfig, card: Card) -> dict[str, Any]:
-    bit, p = isinstance(c, ResNetConfig), card.preprocess
-    data: dict[str, Any] = {
-        "architecture": bit_name(c) if isinstance(c, ResNetConfig) else vit_name(c),
-        "num_classes": c.classes,
-        "num_features": c.channels if isinstance(c, ResNetConfig) else c.width,
-    }
-    if isinstance(c, ViTConfig):
-        data |= {"global_pool": POOLS[c.pool], "model_args": arguments(c)}
+def describe_model(c: ModelConfig, card: Card) -> dict[str, Any]:
+    if isinstance(c, ResNetConfig):
+        data: dict[str, Any] = {"architecture": bit_name(c), "num_classes": c.classes, "num_features": c.channels}
+        layers = {"first_conv": "stem.conv", "classifier": "head.fc"}
+    else:
+        data = {"architecture": vit_name(c), "num_classes": c.classes, "num_features": c.width}
+        data |= {"global_pool": POOLS[c.pool], "model_args": describe_arguments(c)}
+        layers = {"first_conv": f"{STEM}stem.conv" if c.stem else "patch_embed.proj", "classifier": "head"}
     if card.labels:
         data["label_names"] = list(card.labels)
-    root = "patch_embed.backbone.stem.conv" if isinstance(c, ViTConfig) and c.stem else "patch_embed.proj"
+    p = card.preprocess
     data["pretrained_cfg"] = {
         "num_classes": c.classes,
         "input_size": [3, *c.image_size],
@@ -364,13 +287,12 @@ def describe(c: ModelConfig, card: Card) -> dict[str, Any]:
         "crop_mode": "center" if p.fit == "crop" else "squash",
         "mean": list(p.mean),
         "std": list(p.std),
-        "first_conv": "stem.conv" if bit else root,
-        "classifier": "head.fc" if bit else "head",
+        **layers,
     }
     return data
 
 
-def arguments(c: ViTConfig) -> dict[str, Any]:
+def describe_arguments(c: ViTConfig) -> dict[str, Any]:
     ratio = c.mlp / c.width
     while int(c.width * ratio) < c.mlp:  # timm rounds down
         ratio = math.nextafter(ratio, math.inf)
@@ -390,13 +312,13 @@ def arguments(c: ViTConfig) -> dict[str, Any]:
 
 
 def vit_name(c: ViTConfig) -> str:
-    """An architecture to start from; the arguments say the rest."""
+    """An architecture to start from; the arguments give the rest."""
     if c.stem is None:
         sizes = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 1408: "giant"}
         name = f"vit_{sizes.get(c.width, 'base')}_patch{c.patch}_224"
         return name if name in PLAIN else "vit_base_patch16_224"
     if c.stem.stages not in STEMS or c.stem.width != 64:
-        raise refuse("a timm folder", f"a stem with stages {c.stem.stages} and width {c.stem.width}", ALONE)
+        raise cannot_express("a timm folder", f"a stem with stages {c.stem.stages} and width {c.stem.width}", ALONE)
     return STEMS[c.stem.stages]
 
 
@@ -407,5 +329,5 @@ ALONE = "write a file that ends in .safetensors instead"
 
 def bit_name(c: ResNetConfig) -> str:
     if (c.stages, c.width) not in BITS:
-        raise refuse("a timm folder", f"a ResNet with stages {c.stages} and width {c.width}", ALONE)
+        raise cannot_express("a timm folder", f"a ResNet with stages {c.stages} and width {c.width}", ALONE)
     return BITS[c.stages, c.width]

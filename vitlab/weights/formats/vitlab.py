@@ -1,16 +1,16 @@
 """Our own folder: model.safetensors and config.json, which holds the sha256 of the weights and everything beside them.
 
-A new folder appears whole, by one rename. In a folder that is there already the new config waits as
-config.next.json while the weights are replaced, by one rename too, and only then takes its place: at any moment
-one of the two configs has the weights' sha256, so an interrupted save leaves the old model or the new one.
+A new folder appears complete, by one rename. In an existing folder the new config is first written as
+config.next.json, then the weights are replaced by one rename, then config.json by another: at any moment one of the two
+configs has the weights' sha256, so an interrupted save leaves the old model or the new one.
 """
 
 import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,37 +18,38 @@ from torch import Tensor
 from vitlab.errors import UserError
 from vitlab.files import fsync, largest_number, parse_json, read_json, sha256
 from vitlab.models.card import Card
-from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig, Size, ViTConfig
+from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig, Size, StemConfig, ViTConfig
 from vitlab.models.meta import meta_model
 from vitlab.settings import check_value, from_json, to_json
-from vitlab.weights.formats.base import Description, FormatDefaults, RawCheckpoint
+from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
 from vitlab.weights.formats.table import row
 
 NAME = "vitlab"
-WRITES = ("",)
+SUFFIXES = ("",)
 FORMAT = "vitlab/1"
 WEIGHTS, CONFIG, NEXT = "model.safetensors", "config.json", "config.next.json"
 KINDS: dict[str, type[ViTConfig] | type[ResNetConfig]] = {"vit": ViTConfig, "resnet": ResNetConfig}
-LARGEST = 10_000_000  # no dimension of a model comes near; a larger one is an attack on our arithmetic
+LARGEST = 10_000_000  # far above any dimension of a model; larger numbers are an attack on our arithmetic
+C = TypeVar("C", ViTConfig, ResNetConfig, StemConfig)
 
 
 # ---- saving
 
 
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
-    """The two files, in an empty folder."""
+    """Write the two files into an empty folder."""
     digest = write_weights(config, tensors, path / WEIGHTS)
-    (path / CONFIG).write_text(describe(config, card, digest))
+    (path / CONFIG).write_text(config_text(config, card, digest))
 
 
-def replace(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
-    """The same in a folder that exists, without a moment at which it holds neither model."""
-    require_ours(path)
-    if (path / NEXT).exists():  # an earlier save was cut short; finish or forget it before starting another
-        settle(path)
+def overwrite(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
+    """Write the two files into an existing folder, which at any moment holds the old model or the new one."""
+    check_folder(path)
+    if (path / NEXT).exists():
+        finish_interrupted_save(path)
     weights, config_file = path / f"{WEIGHTS}.new", path / f"{NEXT}.new"
     digest = write_weights(config, tensors, weights)
-    config_file.write_text(describe(config, card, digest))
+    config_file.write_text(config_text(config, card, digest))
     for file in (weights, config_file):
         fsync(file)
     for old, new in ((config_file, path / NEXT), (weights, path / WEIGHTS), (path / NEXT, path / CONFIG)):
@@ -56,31 +57,32 @@ def replace(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path
         fsync(path)
 
 
-def settle(path: Path) -> None:
-    """Leave in place the config that has the weights' sha256, if either has."""
+def finish_interrupted_save(path: Path) -> None:
+    """Keep the config that has the weights' sha256, if either has, as config.json, and remove config.next.json."""
     with contextlib.suppress(UserError):
         if find_config(path) == path / NEXT:
             (path / NEXT).replace(path / CONFIG)
     (path / NEXT).unlink(missing_ok=True)
 
 
-def require_ours(path: Path) -> None:
+def check_folder(path: Path) -> None:
+    """Raise a UserError for a folder with the model of another program."""
     if not path.is_dir():
         raise UserError(f"{path} is a file; a model is saved to a folder")
     configs = [path / name for name in (CONFIG, NEXT) if (path / name).exists()]
-    theirs = [file for file in configs if read_json(file).get("format") != FORMAT]
-    if theirs or (not configs and (path / WEIGHTS).exists()):
+    others = [file for file in configs if read_json(file).get("format") != FORMAT]
+    if others or (not configs and (path / WEIGHTS).exists()):
         raise UserError(f"{path} holds another program's model; save to a folder of its own")
 
 
 def write_weights(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path) -> str:
-    # one entry: several are written in no fixed order, and the same model should be the same bytes
+    # one entry: several have no fixed order, and the same model must give the same bytes
     metadata = {FORMAT: json.dumps(model_json(config))}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
     return sha256(path)
 
 
-def describe(config: ModelConfig, card: Card, digest: str) -> str:
+def config_text(config: ModelConfig, card: Card, digest: str) -> str:
     data = {
         "format": FORMAT,
         "model": model_json(config),
@@ -99,14 +101,14 @@ def model_json(config: ModelConfig) -> dict[str, Any]:
 # ---- reading
 
 
-def is_ours(path: Path) -> bool:
-    """Whether a folder says that it is of this kind."""
+def is_vitlab_folder(path: Path) -> bool:
+    """Whether a folder has a config of this format."""
     configs = [path / name for name in (CONFIG, NEXT)]
     return any(file.is_file() and read_json(file).get("format") == FORMAT for file in configs)
 
 
 def find_config(path: Path) -> Path:
-    """The config that belongs to a folder's weights."""
+    """The config of a folder that has the sha256 of its weights; a UserError if none has."""
     if not (path / WEIGHTS).is_file():
         raise UserError(f"{path} has a {CONFIG} and no {WEIGHTS}")
     digest = sha256(path / WEIGHTS)
@@ -118,46 +120,39 @@ def find_config(path: Path) -> Path:
     )
 
 
-def fits(source: RawCheckpoint) -> bool:
+def recognizes(source: RawCheckpoint) -> bool:
     return FORMAT in source.tensors.metadata
 
 
-def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> Description:
-    """From a folder's config.json, which must agree with the weights' header; of a bare file, from the header."""
+def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> ParsedCheckpoint:
+    """Read a folder's config.json, which must agree with the weights' header, or a bare file's header alone."""
     where = f"the config in the header of {source.name}"
-    header = parse_json(source.tensors.metadata.get(FORMAT, "").encode(errors="surrogatepass"), where)
+    header = parse_json(source.tensors.metadata.get(FORMAT, "").encode(), where)
     config = model_config(header, len(source.shapes))
     if source.config and source.config.get("model") != header:
         raise UserError(f"{source.name} has one model in its {CONFIG} and another in its weights' header")
     card = read_card(source.config, config) if source.config else Card()
     card = dataclasses.replace(card, preprocess=given.preprocess or card.preprocess)
-    unsaid = () if source.config or given.preprocess else ("preprocess",)
-    config = override(config, given)
-    return Description(config, card, unsaid, [row(name, name) for name in meta_model(config).state_dict()])
+    defaulted = () if source.config or given.preprocess else ("preprocess",)
+    config = apply_settings(config, given)
+    return ParsedCheckpoint(config, card, defaulted, [row(name, name) for name in meta_model(config).state_dict()])
 
 
 def model_config(data: Mapping[str, Any], tensors: int) -> ModelConfig:
-    """The inverse of `model_json`, for data from anywhere: a model has no more layers than tensors."""
+    """The inverse of `model_json`, for untrusted data: a model cannot have more layers than tensors."""
     if largest_number(data) > LARGEST:
         raise UserError(f"a model's config has a number above {LARGEST:,}")
     kind = data.get("kind")
     if kind not in list(KINDS):
         raise UserError(f"a model's kind must be vit or resnet, not {kind!r}")
     fields = {key: value for key, value in data.items() if key != "kind"}
-    layers = [fields.get("depth", 0), *_list(fields.get("stages", ())), *_list(_stem(fields).get("stages", ()))]
+    stem = fields.get("stem")
+    stages = [part.get("stages") for part in (fields, stem) if isinstance(part, Mapping)]
+    layers = [fields.get("depth", 0), *(units for part in stages if isinstance(part, list | tuple) for units in part)]
     if largest_number(layers) > tensors or len(layers) > tensors:
-        raise UserError(f"a model's config speaks of more layers than the {tensors} tensors there are")
+        raise UserError(f"a model's config has more layers than there are tensors ({tensors})")
     config: ModelConfig = from_json(KINDS[kind], fields)
     return config
-
-
-def _list(value: object) -> Sequence[object]:
-    return value if isinstance(value, list | tuple) else ()
-
-
-def _stem(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    stem = fields.get("stem")
-    return stem if isinstance(stem, Mapping) else {}
 
 
 def read_card(data: Mapping[str, Any], config: ModelConfig) -> Card:
@@ -166,20 +161,20 @@ def read_card(data: Mapping[str, Any], config: ModelConfig) -> Card:
     if labels is not None and len(labels) != config.classes:
         raise UserError(f"there are {len(labels)} class names for {config.classes} classes")
     provenance = data.get("provenance")
-    if provenance is not None:
-        known = isinstance(provenance, Mapping) and all(isinstance(value, str) for value in provenance.values())
-        if not known:
-            raise UserError(f"provenance must be an object of words, not {provenance!r}")
+    words = list(provenance.values()) if isinstance(provenance, Mapping) else [provenance]
+    if provenance is not None and not all(isinstance(word, str) for word in words):
+        raise UserError(f"provenance must be an object of words, not {provenance!r}")
     return Card(preprocess, labels, provenance)
 
 
-def override(config: ModelConfig, given: FormatDefaults) -> ModelConfig:
-    """The caller's word goes before the file's."""
-    group = {"standardize": given.standardize, "standardize_eps": given.standardize_eps, "norm_eps": given.group_eps}
-    group = {key: value for key, value in group.items() if value is not None}
-    if isinstance(config, ResNetConfig):
-        return dataclasses.replace(config, **group)  # type: ignore[arg-type]
+def apply_settings(config: ModelConfig, given: FormatDefaults) -> ModelConfig:
+    """The config with the values that the caller has given."""
     own = {"heads": given.heads, "gelu": given.gelu, "norm_eps": given.norm_eps}
-    own = {key: value for key, value in own.items() if value is not None}
-    stem = dataclasses.replace(config.stem, **group) if config.stem else None  # type: ignore[arg-type]
-    return dataclasses.replace(config, stem=stem, **own)  # type: ignore[arg-type]
+    group = {"standardize": given.standardize, "standardize_eps": given.standardize_eps, "norm_eps": given.group_eps}
+    if isinstance(config, ResNetConfig):
+        return replace_given(config, group)
+    return replace_given(config, {**own, "stem": replace_given(config.stem, group) if config.stem else None})
+
+
+def replace_given(config: C, values: Mapping[str, Any]) -> C:
+    return dataclasses.replace(config, **{name: value for name, value in values.items() if value is not None})
