@@ -8,7 +8,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors import SafetensorError
 
@@ -105,6 +105,20 @@ def write_text(path: Path, text: str) -> None:
         os.replace(new, path)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
+    """A file to write to: after an error it disappears, else it is forced to disk and replaces `path`."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        with new.open(mode) as file:
+            yield file
+        fsync(new)
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def cache_folder() -> Path:

@@ -35,14 +35,14 @@ SETTINGS = (
 )
 POINTS = (  # that all processes reach, and how often
     ("vitlab.training.setup:prepare_run", 1),
-    ("vitlab.training.loop:Run.take_up", 1),
-    ("vitlab.training.loop:Run.backward", 20),
-    ("vitlab.training.loop:Run.move", 20),
+    ("vitlab.training.trainer:Trainer.restore", 1),
+    ("vitlab.training.trainer:Trainer.accumulate", 20),
+    ("vitlab.training.trainer:Trainer.optimizer_step", 20),
     ("vitlab.training.loop:Run.evaluate", 2),
-    ("vitlab.training.loop:Run.measure", 4),
-    ("vitlab.training.loop:Run.save", 4),
-    ("vitlab.training.loop:Run.save_best", 1),
-    ("vitlab.training.loop:Run.finish", 1),
+    ("vitlab.training.trainer:Trainer.measure", 4),
+    ("vitlab.training.saver:Saver.save", 4),
+    ("vitlab.training.saver:Saver.save_best", 1),
+    ("vitlab.training.saver:Saver.save_final", 1),
 )
 
 

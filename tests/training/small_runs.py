@@ -1,4 +1,4 @@
-"""Small runs for the tests, and what two runs must have in common."""
+"""Small runs for the tests, and the comparison of two runs."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from vitlab.data.transforms import Augment
 from vitlab.training.loop import TrainResult, train
 from vitlab.training.recipe import Recipe
 
-# Everything that draws or averages is on: dropout, stochastic depth, crops, Mixup, Polyak.
+# Everything random and everything averaged is on: dropout, stochastic depth, crops, Mixup, Polyak.
 SMALL = Recipe(
     "Ti/4",
     "digits",
@@ -40,7 +40,7 @@ SMALL = Recipe(
 )
 
 
-def go(out: Path, *, resume: bool = False, recipe: Recipe = SMALL, **changes: Any) -> TrainResult:
+def train_small(out: Path, *, resume: bool = False, recipe: Recipe = SMALL, **changes: Any) -> TrainResult:
     recipe = dataclasses.replace(recipe, **changes)
     return train(recipe, out, resume=resume, console=Console(quiet=True))
 
@@ -52,7 +52,7 @@ def records(out: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_run(a: Path, b: Path) -> None:
-    """Bit for bit: weights, optimizer, average, logged losses, and the model that is left."""
+    """Raise unless two runs are equal bit for bit: weights, optimizer, average, logged losses, final model."""
     state = assert_same_tensors(a, b, "checkpoints/last/state.safetensors")
     assert {key.partition("/")[0] for key in state} == {"model", "optimizer", "ema"}
     assert_same_tensors(a, b, "model.safetensors")
@@ -60,6 +60,7 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 def assert_same_tensors(a: Path, b: Path, name: str) -> set[str]:
+    """Raise unless a file of two runs holds the same tensors; their names."""
     ours, theirs = load_file(a / name), load_file(b / name)
     assert ours.keys() == theirs.keys()
     for key in ours:

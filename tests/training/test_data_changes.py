@@ -1,4 +1,4 @@
-"""A continuation notices that its data has changed, says which files, and goes on only if asked to."""
+"""A resumed run notices that its data has changed, names the files, and continues only if asked to."""
 
 import gzip
 import io
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_runs import go, records
+from small_runs import records, train_small
 from test_received import photos
 from test_resume import killed_at
 
@@ -35,7 +35,7 @@ def cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def resume(place: Path, *, begin: bool = False, **changes: Any) -> None:
-    go(place / "run", resume=not begin, **{"data": str(place / "photos"), **SETTINGS, **changes})
+    train_small(place / "run", resume=not begin, **{"data": str(place / "photos"), **SETTINGS, **changes})
 
 
 def rename(folder: Path) -> None:
@@ -71,7 +71,7 @@ def relabel(folder: Path) -> None:
         (relabel, ["'train/class0/0.png' is gone", "'train/class1/from0.png' is new"]),
     ],
 )
-def test_a_change_is_named_and_refused(cut: Path, change: Callable[[Path], None], named: list[str]) -> None:
+def test_a_change_is_named_and_rejected(cut: Path, change: Callable[[Path], None], named: list[str]) -> None:
     change(cut / "photos")
     with pytest.raises(UserError, match="--accept-data-changes") as error:
         resume(cut)
@@ -80,7 +80,7 @@ def test_a_change_is_named_and_refused(cut: Path, change: Callable[[Path], None]
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_accepted_it_goes_on_and_is_the_new_measure(cut: Path, command: Command) -> None:
+def test_an_accepted_change_is_the_new_manifest(cut: Path, command: Command) -> None:
     add(cut / "photos")
     words = ("train", "--out", str(cut / "run"), "--resume")
     assert command(*words)[0] == 1
@@ -105,7 +105,9 @@ def test_photos_that_moved_are_the_same(cut: Path) -> None:
     assert records(cut / "run")[-1]["step"] == 8
 
 
-def test_other_content_of_the_same_size_is_seen_by_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_content_of_the_same_size_is_noticed_with_hash_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     photos(tmp_path / "photos")
     with killed_at(4, monkeypatch):
         resume(tmp_path, begin=True, hash_data=True)
@@ -116,7 +118,7 @@ def test_other_content_of_the_same_size_is_seen_by_choice(tmp_path: Path, monkey
         resume(tmp_path, hash_data=True)
 
 
-def test_a_damaged_list_is_a_sentence(cut: Path) -> None:
+def test_a_damaged_manifest_is_an_error(cut: Path) -> None:
     kept = cut / "run" / manifest.NAME
     for content in (b"", b"junk", kept.read_bytes()[:40], gzip.compress(b"\xff\t\n\n\t\t\t\t\n")):
         kept.write_bytes(content)
@@ -124,7 +126,7 @@ def test_a_damaged_list_is_a_sentence(cut: Path) -> None:
             resume(cut)
 
 
-def test_a_list_that_unpacks_to_no_end_is_not_unpacked(cut: Path) -> None:
+def test_a_decompression_bomb_is_not_unpacked(cut: Path) -> None:
     bomb = io.BytesIO()
     with gzip.open(bomb, "wb") as file:
         for _ in range(300):
@@ -143,12 +145,12 @@ def test_shards_are_listed_by_key_and_length(tmp_path: Path) -> None:
                     info = tarfile.TarInfo(name)
                     info.size = len(data)
                     tar.addfile(info, io.BytesIO(data))
-        return manifest.listing(open_data(str(tmp_path / "train-0.tar")), hashed=False)
+        return manifest.list_images(open_data(str(tmp_path / "train-0.tar")), hashed=False)
 
     before = shard(b"")
-    manifest.write(tmp_path, before)
-    assert manifest.differences(tmp_path, before) == []
-    changes = manifest.differences(tmp_path, shard(b"x")) or []
+    manifest.write_manifest(tmp_path, before)
+    assert manifest.find_changes(tmp_path, before) == []
+    changes = manifest.find_changes(tmp_path, shard(b"x")) or []
     assert any("train-0.tar: 3' has " in change for change in changes)
 
 
@@ -169,8 +171,8 @@ def test_many_images_stay_practical(tmp_path: Path) -> None:
     names = [f"a/{i % 1000:06}.jpg" for i in range(100_000)]
     source = FileSource(tmp_path, names, [i % 2 for i in range(100_000)], ("a", "b"))
     began = time.monotonic()
-    text = manifest.listing(Data("many", source, source), hashed=False)
-    manifest.write(tmp_path, text)
-    assert manifest.differences(tmp_path, text) == []
+    text = manifest.list_images(Data("many", source, source), hashed=False)
+    manifest.write_manifest(tmp_path, text)
+    assert manifest.find_changes(tmp_path, text) == []
     assert time.monotonic() - began < 20
     assert (tmp_path / manifest.NAME).stat().st_size < 20 * 200_000
