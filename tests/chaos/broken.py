@@ -79,15 +79,15 @@ def bad_reader(folder: Path) -> list[str]:
                 b"empty": lambda: ((place / "a" / "b").mkdir(parents=True), shutil.rmtree(place / "a")),
             }
             if data not in deeds:
-                raise UserError("refused")
+                raise UserError("rejected")
             deeds[data]()
 
         return read
 
     TARGETS["bad"] = Target(lambda _: [], reader, lambda data, _: data)
     trial = Trial("bad", folder / "bad")
-    for word in (b"other", b"inside", b"empty", b"write", b"run", b"grow", b"key"):
-        trial.one(word)
+    for content in (b"other", b"inside", b"empty", b"write", b"run", b"grow", b"key"):
+        trial.one(content)
     assert not (folder / "elsewhere").exists()
     assert not (folder / "ran").exists()
     return [json.loads(line)["kind"] for line in (folder / "bad" / "failures.jsonl").read_text().splitlines()]

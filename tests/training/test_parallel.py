@@ -31,7 +31,7 @@ TESTS = 599  # digits held out: a prime, so no number of processes divides it
 
 
 def command(processes: int, *words: str, restarts: int = 0) -> list[str]:
-    """The words as they are, or under torchrun."""
+    """A command, plain for one process and under torchrun for more."""
     if processes == 1:
         return list(words)
     own = ["--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}", "--no-python"]

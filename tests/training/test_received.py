@@ -147,7 +147,7 @@ def test_ones_own_run_is_trusted(made: Path, tmp_path: Path, command: Command) -
 
 def test_built_in_sets_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_small(tmp_path / "run", steps=4)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "somebody-else"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another-user"))
     assert not trust.is_trusted(tmp_path / "run" / "recipe.json")
     assert continued_recipe(tmp_path / "run", []) is not None
     assert write_report(tmp_path / "run").exists()

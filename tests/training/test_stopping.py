@@ -72,7 +72,7 @@ def test_in_the_first_step_which_may_compile(
         with pytest.raises(Stopped, match="--resume") as stop:
             train_small(tmp_path / "run")
     assert stop.value.code == 128 + number
-    assert not (tmp_path / "run" / "checkpoints").exists()  # it did not go on to the end of the step
+    assert not (tmp_path / "run" / "checkpoints").exists()  # the step was not finished
     train_small(tmp_path / "run", resume=True)
     assert_same_run(uncut, tmp_path / "run")
 

@@ -68,48 +68,45 @@ def collect_state(module: nn.Module, optimizer: torch.optim.Optimizer, average: 
     return {key: tensor.detach() for key, tensor in state.items()}
 
 
+def expected_state(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
+    """For every name that a state may have, the tensor it is copied to or, of an optimizer, belongs to."""
+    adam = isinstance(optimizer, torch.optim.AdamW)
+    fields = ("step", "exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",)
+    expected = {f"model/{name}": tensor for name, tensor in module.state_dict().items()}
+    expected |= {f"optimizer/{name}/{field}": p for name, p in module.named_parameters() for field in fields}
+    return expected | {f"ema/{name}": tensor for name, tensor in (average.weights if average else {}).items()}
+
+
+@torch.no_grad()
 def restore_state(
     state: dict[str, Tensor], module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None
 ) -> None:
     """Copy a state into a module, its optimizer and its average; raises UserError unless it fits them."""
-    check_state(state, module, optimizer, average)
-    parameters = dict(module.named_parameters())
-    own = module.state_dict()
+    expected = expected_state(module, optimizer, average)
+    check_state(state, expected)
     for key, tensor in state.items():
-        part, _, name = key.partition("/")
-        if part == "model":
-            with torch.no_grad():
-                like = own.pop(name)
-                like.copy_(place_like(tensor, like))
-        elif part == "ema" and average is not None:
-            average.weights[name].copy_(place_like(tensor, average.weights[name]))
-        else:
-            name, _, field = name.rpartition("/")
-            p = parameters[name]
-            # a fused optimizer counts its steps on the device, the others on the CPU
-            step_device = p.device if optimizer.defaults.get("fused") else torch.device("cpu")
-            optimizer.state[p][field] = place_like(tensor, p) if tensor.ndim else tensor.to(step_device)
-    if own:
-        raise UserError(f"the checkpoint lacks {len(own)} tensors of the model, '{next(iter(own))}' among them")
+        target = expected[key]
+        if not key.startswith("optimizer/"):
+            target.copy_(place_like(tensor, target))
+            continue
+        # a fused optimizer counts its steps on the device, the others on the CPU
+        step_device = target.device if optimizer.defaults.get("fused") else torch.device("cpu")
+        field = key.rpartition("/")[2]
+        optimizer.state[target][field] = place_like(tensor, target) if tensor.ndim else tensor.to(step_device)
 
 
-def check_state(
-    state: dict[str, Tensor], module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None
-) -> None:
-    """Raise UserError for a tensor that does not belong to this model or does not have its parameter's shape."""
-    parameters = dict(module.named_parameters())
-    expected: dict[str, Mapping[str, Tensor]] = {"model": module.state_dict(), "optimizer": parameters}
-    expected["ema"] = average.weights if average is not None else {}
-    moments = {"step", "exp_avg", "exp_avg_sq"} if isinstance(optimizer, torch.optim.AdamW) else {"momentum_buffer"}
+def check_state(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Raise UserError for a tensor that is not expected, has another shape, or lacks others that belong to it."""
     for key, tensor in state.items():
-        part, _, name = key.partition("/")
-        name, field = (name.rpartition("/")[::2]) if part == "optimizer" else (name, "")
-        like = expected.get(part, {}).get(name)
-        shape = torch.Size() if like is None or field == "step" else like.shape
-        fits = tensor.shape == shape and tensor.is_floating_point()
-        complete = part != "optimizer" or all(f"{part}/{name}/{other}" in state for other in moments)
-        if like is None or not fits or not complete or field not in {"", *moments}:
+        is_count = key.startswith("optimizer/") and key.endswith("/step")
+        fits = key in expected and tensor.shape == (torch.Size() if is_count else expected[key].shape)
+        if not fits or not tensor.is_floating_point():
             raise UserError(f"the checkpoint's tensor '{key[:100]}' does not belong to this run's model")
+    trained = {key.rpartition("/")[0] for key in state if key.startswith("optimizer/")}
+    needed = (key for key in expected if key.startswith("model/") or key.rpartition("/")[0] in trained)
+    missing = [key for key in needed if key not in state]
+    if missing:
+        raise UserError(f"the checkpoint lacks {len(missing)} tensors of this run's model, such as '{missing[0]}'")
 
 
 # ---- files

@@ -194,7 +194,7 @@ def gradient_sync(module: nn.Module, last: bool) -> Iterator[None]:
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """A tensor in one piece, gathered from the processes that hold its shards."""
+    """A complete tensor, gathered from the processes that hold its shards."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -134,19 +134,14 @@ class ShardedWriter:
             self.wait()
 
 
-def read_sharded_checkpoint(folder: Path, module: nn.Module) -> dict[str, Tensor]:
-    """The state by name, each tensor sharded, or not, as the module's parameter of that name is now."""
-    parameters = dict(module.named_parameters())
-    own = module.state_dict()
+def read_sharded_checkpoint(folder: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state by name, each tensor sharded, or not, as the one in `expected` is; raises UserError for other names."""
     state: dict[str, Tensor] = {}
     for key, entry in read_metadata(folder).state_dict_metadata.items():
-        part, _, name = key.partition("/")
-        expected = own if part == "model" else parameters
-        like = expected.get(name.rpartition("/")[0] if part == "optimizer" else name)
-        if like is None:
+        if key not in expected:
             raise UserError(f"the checkpoint's tensor '{key[:100]}' does not belong to this run's model")
         scalar = isinstance(entry, TensorStorageMetadata) and not entry.size
-        state[key] = torch.zeros(()) if scalar else torch.zeros_like(like)
+        state[key] = torch.zeros(()) if scalar else torch.zeros_like(expected[key])
     try:
         load_shards(dict(state), storage_reader=ShardReader(folder))
     except CheckpointException as error:

@@ -23,6 +23,7 @@ from vitlab.terminal import warn
 from vitlab.training.checkpoint import (
     CheckpointMeta,
     collect_state,
+    expected_state,
     last_checkpoint,
     read_checkpoint,
     remove_leftovers,
@@ -94,7 +95,7 @@ class Trainer:
         return core.to(self.cluster.device, self.dtype), objective
 
     def restore(self) -> CheckpointMeta:
-        """Load the checkpoint to resume from, if there is one, and return what it says about itself.
+        """Load the checkpoint to resume from, if there is one, and return its metadata.
 
         The micro-batch is chosen anew for a new run, and for another number of processes than the checkpoint's.
         """
@@ -106,11 +107,11 @@ class Trainer:
         if self.cluster.first:
             for reason in found.damaged:
                 warn(f"skipped the checkpoint {reason}")
+        trained = self.core, self.optimizer, self.average
         if is_sharded_checkpoint(found.folder):  # whether or not this run is sharded itself
-            state = read_sharded_checkpoint(found.folder, self.core)
+            restore_state(read_sharded_checkpoint(found.folder, expected_state(*trained)), *trained)
         else:
-            state = read_checkpoint(found.folder)
-        restore_state(state, self.core, self.optimizer, self.average)
+            restore_state(read_checkpoint(found.folder), *trained)
         self.cluster.barrier()
         if self.cluster.first:
             remove_leftovers(last_checkpoint(self.setup.out), found.folder)
