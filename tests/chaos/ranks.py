@@ -1,4 +1,4 @@
-"""One of two processes of a run is lost, at chosen points; the others must end soon, and the resumed run loses nothing."""
+"""One of two processes of a run is lost, at chosen points: the others must end soon, and resuming loses nothing."""
 
 import dataclasses
 import json

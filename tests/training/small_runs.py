@@ -1,14 +1,20 @@
 """Small runs for the tests, and the comparison of two runs."""
 
+import atexit
 import dataclasses
+import functools
 import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from vitlab.data.source import Data, Subset, open_data
 from vitlab.data.transforms import Augment
 from vitlab.training.loop import TrainResult, train
 from vitlab.training.recipe import Recipe
@@ -40,9 +46,29 @@ SMALL = Recipe(
 )
 
 
+@functools.cache
+def few_digits() -> Data:
+    """193 training images and 59 test images of digits, numbers that no batch divides."""
+    data = open_data("digits")
+    return dataclasses.replace(
+        data, train=Subset(data.train, np.arange(193)), test=Subset(data.test, np.arange(59)), validation=None
+    )
+
+
 def train_small(out: Path, *, resume: bool = False, recipe: Recipe = SMALL, **changes: Any) -> TrainResult:
+    """A small run, on few images where its data is digits."""
     recipe = dataclasses.replace(recipe, **changes)
-    return train(recipe, out, resume=resume, console=Console(quiet=True))
+    data = few_digits() if recipe.data == "digits" else None
+    return train(recipe, out, resume=resume, console=Console(quiet=True), data=data)
+
+
+@functools.cache
+def plain_run() -> Path:
+    """A small run that nothing interrupts, made once for all tests of a process; not to be changed."""
+    folder = Path(tempfile.mkdtemp(prefix="plain-run-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    train_small(folder / "run")
+    return folder / "run"
 
 
 def records(out: Path) -> list[dict[str, Any]]:

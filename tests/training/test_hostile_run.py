@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import assert_same_run, records, train_small
+from small_runs import assert_same_run, few_digits, plain_run, records, train_small
 from test_resume import killed_at
 
 from vitlab.errors import UserError
@@ -50,7 +50,7 @@ def put(path: Path, text: str) -> None:
 def resume(run: Path) -> None:
     recipe = continued_recipe(run, [])
     assert recipe is not None
-    train(recipe, run, resume=True)
+    train(recipe, run, resume=True, data=few_digits())
 
 
 def assert_one_error_line(act: Callable[[], Any]) -> None:
@@ -215,10 +215,9 @@ def test_records_of_other_shapes(run: Path, line: str) -> None:
 
 
 def test_junk_after_the_checkpoint_is_cut_from_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train_small(tmp_path / "plain")
     with killed_at(13, monkeypatch):
         train_small(tmp_path / "run")
     with (tmp_path / "run" / "log.jsonl").open("ab") as file:
         file.write(b"\xff\xfe junk")
     train_small(tmp_path / "run", resume=True)
-    assert_same_run(tmp_path / "plain", tmp_path / "run")
+    assert_same_run(plain_run(), tmp_path / "run")

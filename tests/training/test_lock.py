@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,21 +15,33 @@ from test_resume import VITLAB
 from vitlab.errors import UserError
 from vitlab.training import lock
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from vitlab.training.lock import folder_lock
-with folder_lock(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
-"""
+
+def hold(out: Path) -> int:
+    """The id of another process that holds the lock of a folder until it is killed."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            lock.own_folders.clear()
+            with lock.folder_lock(out):
+                os.write(write, b"held")
+                signal.pause()
+        except UserError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        answer = os.read(pipe.fileno(), 4096).decode()
+    if answer != "held":
+        os.waitpid(child, 0)
+        raise UserError(answer)
+    return child
 
 
-def hold(out: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(out)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
+def end(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def test_the_second_is_rejected_until_the_first_is_gone(tmp_path: Path) -> None:
@@ -38,12 +49,11 @@ def test_the_second_is_rejected_until_the_first_is_gone(tmp_path: Path) -> None:
     first = hold(out)
     try:
         host = re.escape(os.uname().nodename)
-        with pytest.raises(UserError, match=rf"in use by process {first.pid} on '{host}' since '20\d\d-"):
+        with pytest.raises(UserError, match=rf"in use by process {first} on '{host}' since '20\d\d-"):
             train_small(out)
         assert not (out / "recipe.json").exists()
     finally:
-        first.send_signal(signal.SIGKILL)
-        first.wait()
+        end(first)
     train_small(out, steps=4)  # nothing to clean up
 
 
@@ -51,9 +61,8 @@ def test_one_process_does_not_train_twice_in_a_folder(tmp_path: Path) -> None:
     with lock.folder_lock(tmp_path):
         with pytest.raises(UserError, match="already"):
             train_small(tmp_path)
-        words = [sys.executable, "-c", HOLD, str(tmp_path)]
-        other = subprocess.run(words, capture_output=True, text=True, timeout=60)
-        assert f"in use by process {os.getpid()}" in other.stderr  # the attempt did not drop the lock
+        with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):  # the attempt did not drop the lock
+            hold(tmp_path)
     train_small(tmp_path, steps=4)
 
 
@@ -86,9 +95,8 @@ def test_all_processes_end_with_one_error(tmp_path: Path) -> None:
         done = subprocess.run(command(2, *words), capture_output=True, text=True, timeout=120)
         assert time.monotonic() - began < 90
     finally:
-        first.kill()
-        first.wait()
+        end(first)
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1, done.stderr
-    assert f"in use by process {first.pid}" in done.stderr
+    assert f"in use by process {first}" in done.stderr
     assert not (tmp_path / "run" / "recipe.json").exists()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_runs import SMALL, assert_same_run, records, train_small
+from small_runs import SMALL, assert_same_run, plain_run, records, train_small
 
 from vitlab.errors import Stopped, UserError
 from vitlab.training.checkpoint import read_checkpoint
@@ -48,30 +48,23 @@ def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             yield
 
 
-@pytest.fixture(scope="module")
-def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("plain_run") / "run"
-    train_small(out)
-    return out
-
-
-def test_killed_again_and_again(plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
     for i, step in enumerate((2, 4, 9, 10, 19)):  # before the first checkpoint, after one, between two, at the end
         with killed_at(step, monkeypatch):
             train_small(out, resume=i > 0)
     train_small(out, resume=True)
-    assert_same_run(plain_run, out)
+    assert_same_run(plain_run(), out)
 
 
-def test_another_seed_is_another_run(plain_run: Path, tmp_path: Path) -> None:
+def test_another_seed_is_another_run(tmp_path: Path) -> None:
     """The comparison would notice."""
     train_small(tmp_path / "run", seed=6)
     with pytest.raises(AssertionError):
-        assert_same_run(plain_run, tmp_path / "run")
+        assert_same_run(plain_run(), tmp_path / "run")
 
 
-def test_stopping_saves_first(plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopping_saves_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
     plain = Trainer.accumulate
 
@@ -87,14 +80,14 @@ def test_stopping_saves_first(plain_run: Path, tmp_path: Path, monkeypatch: pyte
     assert stop.value.code == 128 + signal.SIGTERM
     assert json.loads((out / "checkpoints" / "last" / "state.json").read_text())["step"] == 7
     train_small(out, resume=True)
-    assert_same_run(plain_run, out)
+    assert_same_run(plain_run(), out)
 
 
-def test_finishing_a_finished_run_changes_nothing(plain_run: Path, tmp_path: Path) -> None:
+def test_finishing_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "run"
     train_small(out)
     assert train_small(out, resume=True).report == train_small(out, resume=True).report
-    assert_same_run(plain_run, out)
+    assert_same_run(plain_run(), out)
 
 
 def photos(folder: Path) -> Path:
@@ -114,9 +107,10 @@ def test_another_number_of_workers_mid_epoch(tmp_path: Path, monkeypatch: pytest
     recipe = dataclasses.replace(
         SMALL, model="Ti/28", data=str(photos(tmp_path / "photos")), image_size=(112, 112), batch=6, micro=3, steps=12
     )
-    train_small(tmp_path / "one", recipe=recipe, workers=1)
+    recipe = dataclasses.replace(recipe, evaluate_every=12)  # every test starts its own workers
+    train_small(tmp_path / "one", recipe=recipe, workers=0)
     with killed_at(7, monkeypatch):  # 48 of 27 images: in the middle of the second epoch
-        train_small(tmp_path / "two", recipe=recipe, workers=0)
+        train_small(tmp_path / "two", recipe=recipe, workers=1)
     train_small(tmp_path / "two", recipe=recipe, workers=2, resume=True)
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
@@ -124,25 +118,25 @@ def test_another_number_of_workers_mid_epoch(tmp_path: Path, monkeypatch: pytest
 # ---- what can go wrong
 
 
-def test_a_run_is_not_overwritten(plain_run: Path) -> None:
+def test_a_run_is_not_overwritten() -> None:
     with pytest.raises(UserError, match="--resume"):
-        train_small(plain_run)
+        train_small(plain_run())
 
 
 @pytest.mark.parametrize(("change", "named"), [({"lr": 1e-4}, "lr"), ({"steps": 30}, "steps"), ({"seed": 1}, "seed")])
-def test_another_recipe_is_rejected_by_name(plain_run: Path, change: dict[str, object], named: str) -> None:
+def test_another_recipe_is_rejected_by_name(change: dict[str, object], named: str) -> None:
     with pytest.raises(UserError, match=f"another {named} "):
-        train_small(plain_run, resume=True, **change)
+        train_small(plain_run(), resume=True, **change)
 
 
-def test_another_augmentation_is_rejected_by_name(plain_run: Path) -> None:
+def test_another_augmentation_is_rejected_by_name() -> None:
     augment = dataclasses.replace(SMALL.augment, mixup=0.1)
     with pytest.raises(UserError, match="another mixup "):
-        train_small(plain_run, resume=True, augment=augment)
+        train_small(plain_run(), resume=True, augment=augment)
 
 
 def test_a_damaged_checkpoint_is_skipped(
-    plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     with killed_at(13, monkeypatch):
@@ -151,10 +145,10 @@ def test_a_damaged_checkpoint_is_skipped(
     path.write_bytes(path.read_bytes()[:-100])
     train_small(out, resume=True)
     assert "damaged" in capsys.readouterr().err
-    assert_same_run(plain_run, out)
+    assert_same_run(plain_run(), out)
 
 
-def test_disk_full(plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No file may grow beyond a size that the log keeps to and a checkpoint does not."""
     out = tmp_path / "run"
     with killed_at(6, monkeypatch):
@@ -168,7 +162,7 @@ def test_disk_full(plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert json.loads((out / "checkpoints" / "last" / "state.json").read_text())["step"] == 4
     train_small(out, resume=True)
-    assert_same_run(plain_run, out)
+    assert_same_run(plain_run(), out)
 
 
 def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
@@ -180,12 +174,12 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     assert all(tensor.isfinite().all() for key, tensor in read_checkpoint(kept).items() if key.startswith("model/"))
 
 
-def test_the_folder_is_the_model(plain_run: Path) -> None:
-    model = load_model(plain_run)
+def test_the_folder_is_the_model() -> None:
+    model = load_model(plain_run())
     assert model.config.classes == 10
-    best = load_model(plain_run / "checkpoints" / "best")
+    best = load_model(plain_run() / "checkpoints" / "best")
     assert best.config == model.config
-    last = records(plain_run)[-1]
+    last = records(plain_run())[-1]
     assert last["step"] == 20
     assert {"test", "ema"} <= last.keys()
 
@@ -206,7 +200,7 @@ def test_sigkill_at_five_random_steps(tmp_path: Path) -> None:
         log = out / "log.jsonl"
         return log.read_bytes().count(b'"lr"') if log.exists() else 0
 
-    assert start(tmp_path / "plain_run", False).wait(300) == 0
+    assert start(tmp_path / "plain", False).wait(300) == 0
     draw = random.Random(time.time())
     for i, step in enumerate(sorted(draw.sample(range(5, 115), 5))):
         process = start(tmp_path / "cut", i > 0)
@@ -216,7 +210,7 @@ def test_sigkill_at_five_random_steps(tmp_path: Path) -> None:
         process.kill()
         assert process.wait() in (-signal.SIGKILL, 0)
     assert start(tmp_path / "cut", True).wait(300) == 0
-    assert_same_run(tmp_path / "plain_run", tmp_path / "cut")
+    assert_same_run(tmp_path / "plain", tmp_path / "cut")
 
 
 @pytest.mark.slow

@@ -4,15 +4,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import assert_same_run, train_small
-from test_resume import VITLAB
+from small_runs import assert_same_run, plain_run, train_small
 
 from vitlab.errors import Stopped
 from vitlab.report import make, write_report
@@ -21,13 +20,6 @@ from vitlab.training.trainer import Trainer
 
 Command = Callable[..., tuple[int, str, str]]
 BOTH = pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
-
-
-@pytest.fixture(scope="module")
-def uncut(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("uncut") / "run"
-    train_small(out)
-    return out
 
 
 def send_signal_in(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int, call: int) -> None:
@@ -44,29 +36,29 @@ def send_signal_in(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int
 
 
 @BOTH
-def test_while_data_is_opened(tmp_path: Path, number: signal.Signals) -> None:
-    """The real command, waiting for a piped set that never comes."""
-    data = f"data=pipe:touch {tmp_path}/asked; exec sleep 60"
-    words = [VITLAB, "train", "digits", data, "--out", tmp_path / "run"]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "asked").exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def test_while_data_is_opened(tmp_path: Path, command: Command, number: int) -> None:
+    """The command waits for a piped set that never comes."""
+    opened = tmp_path / "opened"
+
+    def send() -> None:
+        while not opened.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
     began = time.monotonic()
-    process.send_signal(number)
-    _, printed = process.communicate(timeout=30)
-    assert time.monotonic() - began < 10
-    assert process.returncode == 128 + number
+    data = f"data=pipe:touch {opened}; exec sleep 60"
+    code, _, printed = command("train", "digits", data, "--out", str(tmp_path / "run"))
+    sender.join()
+    assert time.monotonic() - began < 30
+    assert code == 128 + number
     assert len(printed.strip().splitlines()) == 1, printed
     assert "continue by the same command with --resume" in printed
 
 
 @BOTH
-def test_in_the_first_step_which_may_compile(
-    uncut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_in_the_first_step_which_may_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     with monkeypatch.context() as patch:
         send_signal_in(patch, Trainer, "accumulate", number, 1)
         with pytest.raises(Stopped, match="--resume") as stop:
@@ -74,11 +66,11 @@ def test_in_the_first_step_which_may_compile(
     assert stop.value.code == 128 + number
     assert not (tmp_path / "run" / "checkpoints").exists()  # the step was not finished
     train_small(tmp_path / "run", resume=True)
-    assert_same_run(uncut, tmp_path / "run")
+    assert_same_run(plain_run(), tmp_path / "run")
 
 
 @pytest.mark.parametrize("call", [2, 5])  # with averaged weights in the middle; after the last step
-def test_while_testing(uncut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+def test_while_testing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     with monkeypatch.context() as patch:
         send_signal_in(patch, Trainer, "measure", signal.SIGTERM, call)
         with pytest.raises(Stopped, match="saved; continue with --resume"):
@@ -86,25 +78,25 @@ def test_while_testing(uncut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     state = json.loads((tmp_path / "run" / "checkpoints" / "last" / "state.json").read_text())
     assert (state["step"], state["tested"]) == ({2: 7, 5: 20}[call], False)
     train_small(tmp_path / "run", resume=True)
-    assert_same_run(uncut, tmp_path / "run")
+    assert_same_run(plain_run(), tmp_path / "run")
     assert train_small(tmp_path / "run", resume=True).report
-    assert_same_run(uncut, tmp_path / "run")
+    assert_same_run(plain_run(), tmp_path / "run")
 
 
-def test_after_the_last_step_the_run_is_complete(uncut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_the_last_step_the_run_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         send_signal_in(patch, Saver, "save_final", signal.SIGTERM, 1)
         with pytest.raises(Stopped, match="is complete"):
             train_small(tmp_path / "run")
-    assert_same_run(uncut, tmp_path / "run")
+    assert_same_run(plain_run(), tmp_path / "run")
 
 
 @BOTH
 def test_while_a_report_is_written(
-    uncut: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     run = tmp_path / "run"
-    shutil.copytree(uncut, run)
+    shutil.copytree(plain_run(), run)
     before = sorted(run.iterdir())
     send_signal_in(monkeypatch, make, "draw", number, 1)
     code, _, printed = command("report", str(run))

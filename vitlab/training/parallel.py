@@ -69,9 +69,9 @@ class Cluster:
             except UserError as error:
                 shared = [(None, error)]
         dist.broadcast_object_list(shared)
-        value, error = shared[0]
-        if error is not None:
-            raise error if self.first else SystemExit(1)  # reported once
+        value, failure = shared[0]
+        if failure is not None:
+            raise failure if self.first else SystemExit(1)  # reported once
         return cast(T, value)
 
 
