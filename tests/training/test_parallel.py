@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -142,6 +143,30 @@ def test_a_killed_process_costs_nothing(tmp_path: Path) -> None:
     assert [r["step"] for r in cut] == list(range(1, 61))
     assert cut[-1]["loss"] == pytest.approx(plain[-1]["loss"], rel=1e-6)
     assert records(tmp_path / "plain")[-1]["test"]["accuracy"] == records(out)[-1]["test"]["accuracy"]
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_wait_for_other_processes(tmp_path: Path) -> None:
+    """The first of two processes waits for the second, which never starts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = [str(VITLAB), "train", "digits", "--out", str(tmp_path / "run"), *SETTINGS, "steps=2"]
+
+    def is_waiting() -> bool:
+        return any(c.laddr and c.laddr.port == port for c in psutil.Process(run.pid).net_connections())
+
+    with subprocess.Popen(words, env=os.environ | group, stderr=subprocess.PIPE, text=True) as run:
+        wait_for(is_waiting, run)
+        time.sleep(0.5)
+        run.send_signal(signal.SIGTERM)
+        try:
+            _, printed = run.communicate(timeout=20)
+        finally:
+            run.kill()
+    assert run.returncode == 128 + signal.SIGTERM, printed
+    assert "--resume" in printed
 
 
 def steps_logged(out: Path) -> int:

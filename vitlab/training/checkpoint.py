@@ -7,11 +7,12 @@ checkpoints/last.new    one being written; without its state.json it is ignored
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from vitlab.errors import UserError
 from vitlab.files import fsync, largest_number, read_json, sha256
+from vitlab.settings import at_least, check_types, from_json
 from vitlab.text import brief
 from vitlab.training.optim import Average
 from vitlab.training.parallel import place_like
@@ -43,14 +45,11 @@ class CheckpointMeta:
     tested: bool = True  # false: a signal interrupted the test after this step
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name, least in (("step", 0), ("log_bytes", 0), ("micro", 1), ("world", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value < 2**62:
-                raise UserError(f"{name} is no valid number")
-        if self.best is not None and not (type(self.best) in (int, float) and abs(self.best) < float("inf")):
-            raise UserError("best is no number")
-        if type(self.tested) is not bool:
-            raise UserError("tested is neither true nor false")
+            at_least(self, name, least)
+        if self.best is not None and not math.isfinite(self.best):
+            raise UserError(f"best must be finite, not {self.best}")
 
 
 # ---- the state as one flat table of named tensors
@@ -240,10 +239,7 @@ def read_meta(folder: Path) -> CheckpointMeta:
             raise UserError(f"{name} is missing")
         if sha256(path) != expected:
             raise UserError(f"{name} is damaged")
-    missing = [f.name for f in fields(CheckpointMeta) if f.name not in about and f.default is MISSING]
-    if missing:
-        raise UserError(f"{META} lacks {', '.join(missing)}")
-    return CheckpointMeta(**{f.name: about[f.name] for f in fields(CheckpointMeta) if f.name in about})
+    return from_json(CheckpointMeta, {f.name: about[f.name] for f in fields(CheckpointMeta) if f.name in about})
 
 
 def remove_leftovers(folder: Path, used: Path) -> None:

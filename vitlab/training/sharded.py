@@ -27,6 +27,7 @@ from vitlab.training.checkpoint import (
     commit_folder,
     disk_errors,
     make_new_folder,
+    read_checkpoint,
     sibling,
     write_meta,
 )
@@ -84,10 +85,6 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def is_sharded_checkpoint(folder: Path) -> bool:
-    return (folder / METADATA).exists()
-
-
 class ShardedWriter:
     """Writes checkpoints while training continues: the state is copied to the CPU, the rest happens in a thread.
 
@@ -134,8 +131,13 @@ class ShardedWriter:
             self.wait()
 
 
-def read_sharded_checkpoint(folder: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state by name, each tensor sharded, or not, as the one in `expected` is; raises UserError for other names."""
+def read_state(folder: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint of either kind, by name; raises UserError where they cannot be read.
+
+    Those of a sharded one are sharded, or not, as the tensors in `expected` are.
+    """
+    if not (folder / METADATA).exists():
+        return read_checkpoint(folder)
     state: dict[str, Tensor] = {}
     for key, entry in read_metadata(folder).state_dict_metadata.items():
         if key not in expected:

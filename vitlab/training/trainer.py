@@ -25,7 +25,6 @@ from vitlab.training.checkpoint import (
     collect_state,
     expected_state,
     last_checkpoint,
-    read_checkpoint,
     remove_leftovers,
     restore_state,
 )
@@ -42,7 +41,7 @@ from vitlab.training.objectives import (
 from vitlab.training.optim import Average, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from vitlab.training.parallel import Cluster, gather_full, gradient_sync, wrap_module
 from vitlab.training.setup import RunSetup, choose_micro, divisors, make_loaders
-from vitlab.training.sharded import is_sharded_checkpoint, read_sharded_checkpoint
+from vitlab.training.sharded import read_state
 
 
 class Trainer:
@@ -108,10 +107,7 @@ class Trainer:
             for reason in found.damaged:
                 warn(f"skipped the checkpoint {reason}")
         trained = self.core, self.optimizer, self.average
-        if is_sharded_checkpoint(found.folder):  # whether or not this run is sharded itself
-            restore_state(read_sharded_checkpoint(found.folder, expected_state(*trained)), *trained)
-        else:
-            restore_state(read_checkpoint(found.folder), *trained)
+        restore_state(read_state(found.folder, expected_state(*trained)), *trained)
         self.cluster.barrier()
         if self.cluster.first:
             remove_leftovers(last_checkpoint(self.setup.out), found.folder)
