@@ -9,6 +9,7 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,12 +62,14 @@ class Speeds:
 
 def bench(recipe: Recipe, seconds: float) -> Speeds:
     """Measure a recipe's speeds, each for about `seconds`; nothing is kept."""
-    recipe = dataclasses.replace(recipe, warmup=0)  # the learning rate does not matter, and a short run has no room
+    recipe = dataclasses.replace(
+        recipe, warmup=0
+    )  # the learning rate does not matter, and a short run leaves no steps for it
     with tempfile.TemporaryDirectory() as spare, process_group(recipe.device) as cluster, cpu_threads(recipe.threads):
         folder = cluster.agree(lambda: Path(spare) / "run")
         setup = prepare_run(recipe, folder, cluster, resume=False, trial=True)
-        with sound_kernels(cluster.device, setup.config.length):
-            return measure_speeds(Trainer(setup, cluster), seconds)
+        with sound_kernels(cluster.device, setup.config.length), closing(Trainer(setup, cluster)) as trainer:
+            return measure_speeds(trainer, seconds)
 
 
 def measure_speeds(trainer: Trainer, seconds: float) -> Speeds:

@@ -1,7 +1,7 @@
 """The training loop, for pre-training and fine-tuning: steps, tests, checkpoints, and the model at the end."""
 
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,8 +56,7 @@ def train(
         cpu_threads(recipe.threads),
     ):
         setup = prepare_run(recipe, out, cluster, resume=resume, data=data, accept=accept_data_changes)
-        with sound_kernels(cluster.device, setup.config.length):
-            trainer = Trainer(setup, cluster)
+        with sound_kernels(cluster.device, setup.config.length), closing(Trainer(setup, cluster)) as trainer:
             saver = Saver(setup, cluster, sharded=trainer.is_sharded)
             run = Run(trainer, Recorder(setup, cluster, console or Console(), trainer.restored), saver, signals)
             run.run()

@@ -76,6 +76,10 @@ class Trainer:
         self.loader, self.test_loader = make_loaders(setup, cluster, self.micro)
         self.batches = self.batches_from(self.restored.step)
 
+    def close(self) -> None:
+        """End the loader's workers now: garbage collection, which finalizes their queues first, would wait for them."""
+        self.batches = iter(())
+
     # ---- start
 
     def make_core(self) -> tuple[nn.Module, Objective]:
