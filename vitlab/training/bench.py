@@ -62,9 +62,7 @@ class Speeds:
 
 def bench(recipe: Recipe, seconds: float) -> Speeds:
     """Measure a recipe's speeds, each for about `seconds`; nothing is kept."""
-    recipe = dataclasses.replace(
-        recipe, warmup=0
-    )  # the learning rate does not matter, and a short run leaves no steps for it
+    recipe = dataclasses.replace(recipe, warmup=0)  # irrelevant to speed, and a short run could not hold it
     with tempfile.TemporaryDirectory() as spare, process_group(recipe.device) as cluster, cpu_threads(recipe.threads):
         folder = cluster.agree(lambda: Path(spare) / "run")
         setup = prepare_run(recipe, folder, cluster, resume=False, trial=True)
