@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
 from vitlab.data.source import Data, Subset, open_data
 from vitlab.data.transforms import Augment
+from vitlab.errors import UserError
 from vitlab.training.loop import TrainResult, train
 from vitlab.training.recipe import Recipe
 
@@ -60,6 +62,15 @@ def train_small(out: Path, *, resume: bool = False, recipe: Recipe = SMALL, **ch
     recipe = dataclasses.replace(recipe, **changes)
     data = few_digits() if recipe.data == "digits" else None
     return train(recipe, out, resume=resume, console=Console(quiet=True), data=data)
+
+
+def skip_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands that train end without a report, which takes longer than a small run."""
+
+    def no_report(*_: object, **__: object) -> Path:
+        raise UserError("not in this test")
+
+    monkeypatch.setattr("vitlab.report.write_report", no_report)
 
 
 @functools.cache

@@ -25,6 +25,6 @@ def test_the_workers_wait_for_the_device() -> None:
 
 def test_a_small_recipe_is_measured() -> None:
     settings = ["depth=1", "width=16", "mlp=16", "heads=2", "batch=8", "device=cpu", "resident=false", "workers=0"]
-    speeds = bench(override(find("digits").recipe, settings), seconds=0.3)
+    speeds = bench(override(find("digits").recipe, settings), seconds=0.1)
     assert not speeds.held
     assert speeds.both < min(speeds.loader, speeds.step) * 1.5  # no faster than either part, but for noise

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import SMALL, records, train_small
+from small_runs import SMALL, plain_run, records, train_small
 from torch import Tensor
 
 from vitlab.data.loader import TrainLoader
@@ -100,21 +100,19 @@ def test_frozen_body_stays_and_head_learns(tmp_path: Path) -> None:
 
 def test_a_run_from_a_run(tmp_path: Path) -> None:
     """Fine-tuning starts where the weights are: with frozen body and no rate, the features are those of the weights."""
-    train_small(tmp_path / "first")
-    train_small(tmp_path / "second", weights=str(tmp_path / "first"), freeze="body", lr=0.0, seed=9, per_class=5)
-    first, second = load(tmp_path / "first"), load(tmp_path / "second")
+    train_small(tmp_path / "second", weights=str(plain_run()), freeze="body", lr=0.0, seed=9, steps=4)
+    first, second = load(plain_run()), load(tmp_path / "second")
     images = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(first(images), second(images))
 
 
 def test_weights_decide_what_the_model_is(tmp_path: Path) -> None:
-    train_small(tmp_path / "first", steps=4)
     with pytest.raises(UserError, match="depth=2, not 3; set depth=2"):
-        train_small(tmp_path / "second", weights=str(tmp_path / "first"), depth=3)
+        train_small(tmp_path / "second", weights=str(plain_run()), depth=3)
 
 
 def test_masked_run_leaves_a_model_without_a_head(tmp_path: Path) -> None:
-    result = train_small(tmp_path, objective="masked")
+    result = train_small(tmp_path, objective="masked", steps=8)
     assert load(tmp_path).config.classes == 0
     assert result.report["prior"] > 0
     assert result.report["loss"] > 0
@@ -190,7 +188,7 @@ def test_settings_that_cannot_work(tmp_path: Path, change: dict[str, object], wo
 
 def test_tensorboard(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    train_small(tmp_path, tensorboard=True)
+    train_small(tmp_path, tensorboard=True, steps=8)
     board = events.EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     losses = [r["loss"] for r in records(tmp_path) if "loss" in r]
