@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -68,7 +68,7 @@ def write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be written: {brief(error)}") from None
+        raise UserError(f"{path} cannot be written: {getattr(error, 'strerror', None) or brief(error)}") from None
 
 
 @contextlib.contextmanager
@@ -96,33 +96,30 @@ def largest_number(data: object) -> int:
     return data if isinstance(data, int) else 0
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically: complete, or not at all."""
-    new = path.with_name(f".{path.name}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(text, "utf-8", "surrogateescape")  # paths that are no text keep their bytes
-        os.replace(new, path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
-
-
 @contextlib.contextmanager
-def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
-    """Open a file that replaces `path` when the block ends, and is removed where the block raises."""
+def atomic_file(path: Path, mode: str = "wb", errors: Callable[[Path], Any] = write_errors) -> Iterator[IO[Any]]:
+    """Open a file that replaces `path` when the block ends, and is removed where the block raises.
+
+    `errors` turns an OSError into a UserError with a message of its own.
+    """
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(new, mode) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
+        with errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(new, mode) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
     finally:
         with contextlib.suppress(OSError):  # gone after the replacement; a read-only disk never had it
             new.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically: complete, or not at all."""
+    with atomic_file(path) as file:
+        file.write(text.encode("utf-8", "surrogateescape"))  # paths that are no text keep their bytes
 
 
 def cache_folder() -> Path:

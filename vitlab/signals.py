@@ -1,4 +1,4 @@
-"""The process around a run: signals that ask it to stop, and the CPU's threads."""
+"""SIGINT and SIGTERM: they stop work at once or at its next good moment, with a message instead of a traceback."""
 
 import signal
 import threading
@@ -9,75 +9,68 @@ from vitlab.errors import Stopped
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that stops work at once; like its parent, no `except Exception` on its way keeps it."""
+    """A signal stops work at once; like its parent, it is not caught by `except Exception`."""
 
 
 class Signals:
-    """SIGINT and SIGTERM: they stop the work at once, except inside `later`, where the first one is noted."""
+    """The last signal received. It raises Interrupted, except inside `deferred`, where only a second one does."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the last one, if any came
-        self.waits = False
+        self.number = 0  # of the last signal, or 0
+        self.is_deferred = False
 
-    def hear(self, number: int, frame: object) -> None:
+    def handle(self, number: int, frame: object) -> None:
         again, self.number = self.number != 0, number
-        if again or not self.waits:
+        if again or not self.is_deferred:
             raise Interrupted
 
     @contextmanager
-    def later(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Work that finishes what it has begun, and looks at `number` then."""
-        before, self.waits = self.waits, True
+        before, self.is_deferred = self.is_deferred, True
         try:
             yield
         finally:
-            self.waits = before
+            self.is_deferred = before
 
     @contextmanager
-    def now(self) -> Iterator[None]:
-        """Inside `later`, work that can be dropped; a signal that waited is heard here."""
-        before, self.waits = self.waits, False
+    def immediate(self) -> Iterator[None]:
+        """Inside `deferred`, work that can be dropped; a signal that was deferred interrupts it at its start."""
+        before, self.is_deferred = self.is_deferred, False
         try:
             if self.number:
                 raise Interrupted
             yield
         finally:
-            self.waits = before
+            self.is_deferred = before
+
+
+@contextmanager
+def handle_signals(signals: Signals) -> Iterator[Signals]:
+    """Handle SIGINT and SIGTERM inside a `with`; outside the main thread, to which Python delivers them, do nothing."""
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    before = {number: signal.signal(number, signals.handle) for number in numbers}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
 def stoppable(message: str) -> Iterator[Signals]:
-    """Work that SIGINT and SIGTERM end with this sentence."""
-    signals = Signals()
-    if threading.current_thread() is not threading.main_thread():
-        yield signals  # Python delivers signals to the main thread alone
-        return
-    before = {number: signal.signal(number, signals.hear) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield signals
-    except KeyboardInterrupt:
-        raise Stopped(signals.number or signal.SIGINT, message) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    """Work that a signal ends by raising Stopped with this message."""
+    with handle_signals(Signals()) as signals:
+        try:
+            yield signals
+        except KeyboardInterrupt:
+            raise Stopped(signals.number or signal.SIGINT, message) from None
 
 
 @contextmanager
-def catch_stop_signals() -> Iterator[list[int]]:
-    """Signals that ask to stop, noted for the loop to see; a second one stops at once."""
-    asked: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield asked  # Python delivers signals to the main thread alone
-        return
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def catch_stop_signals() -> Iterator[Signals]:
+    """Work that looks at `number` from time to time; a second signal interrupts it."""
+    signals = Signals()
+    with signals.deferred(), handle_signals(signals):
+        yield signals

@@ -1,6 +1,6 @@
 """A disk that is full at every single write of a run, and small file systems that really are.
 
-The process must end with one sentence, and the run must go on, once there is room, as if nothing had happened.
+The process must end with one error line, and once there is space the resumed run must equal the uninterrupted one.
 """
 
 import os
@@ -16,7 +16,7 @@ from chaos.rows import Row
 from chaos.runs import difference, fresh, once, profile
 
 BUDGET = 5 * 60  # seconds
-KINDS: tuple[Kind, ...] = ("full", "full once")  # it stays full, or somebody makes room at once
+KINDS: tuple[Kind, ...] = ("full", "full once")  # it stays full, or has space again at once
 SIZES = 12  # real file systems
 PAGE = 4096
 
@@ -34,7 +34,7 @@ def run(scale: float = 1.0) -> list[Row]:
         )
         if len(failures) < len(faults):
             failures.append(f"only {len(failures)} of {len(faults)} faults were tried within the time")
-        notes = f"a run has {count} operations that need room; each is refused once, and from then on"
+        notes = f"a run has {count} operations that need space; each fails once, and from then on"
         bad = [failure for failure in failures if failure]
         rows = [Row("disk full at every write", len(faults), "faults", time.monotonic() - began, bad, notes)]
         return [*rows, small_disks(folder, max(2, round(SIZES * scale)))]
@@ -44,12 +44,12 @@ def starve(folder: Path, name: str, fault: Fault) -> str | None:
     """What went wrong, if anything."""
     out = fresh(folder, name)
     ended = once(out, resume=False, fault=fault)
-    where = f"operation {fault.call} refused, {fault.kind}"
-    if ended.code == 0:  # it went on without what was refused
-        return wrong(where, difference(folder / "reference", out))
+    where = f"operation {fault.call} failed, {fault.kind}"
+    if ended.code == 0:  # it continued without that operation
+        return failure_text(where, difference(folder / "reference", out))
     if not ended.clean:
         return f"{where}: no clean end, {ended}"
-    return wrong(where, resumed(folder, out))
+    return failure_text(where, resumed(folder, out))
 
 
 def resumed(folder: Path, out: Path) -> str | None:
@@ -59,7 +59,7 @@ def resumed(folder: Path, out: Path) -> str | None:
     return found
 
 
-def wrong(where: str, what: str | None) -> str | None:
+def failure_text(where: str, what: str | None) -> str | None:
     return f"{where}: {what}" if what else None
 
 
@@ -81,7 +81,7 @@ def small_disks(folder: Path, count: int) -> Row:
         size = PAGE * (1 + round((need - 1) * i / count))
         mount(place, size)
         try:
-            failures.append(wrong(f"a file system of {size:,} bytes", fill(folder, place)))
+            failures.append(failure_text(f"a file system of {size:,} bytes", fill(folder, place)))
         finally:
             unmount(place)
     notes = f"from {PAGE:,} to {size:,} bytes; a run needs {need * PAGE:,}"

@@ -26,37 +26,37 @@ Kind = Literal["before", "within", "after", "full once", "full"]
 OPERATIONS = ("open", "write", "truncate", "fsync", "rename", "mkdir", "remove", "save_file")
 SYSTEM = {"rename": "rename", "replace": "rename", "mkdir": "mkdir", "unlink": "remove", "rmdir": "remove"}
 SYSTEM |= {"remove": "remove", "fsync": "fsync", "write": "write", "truncate": "truncate", "ftruncate": "truncate"}
-GROWING = "growing"  # counts all operations that a full disk refuses: all but removing
+GROWING = "growing"  # counts all operations that fail on a full disk: all but removing
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-# By the part of a run that they belong to; a name that is gone is an error, so that none is lost unseen.
+# By the part of a run that they belong to; a name that no longer exists is an error.
 FUNCTIONS = {
     "start-up": (
         "vitlab.training.setup:prepare_run",
         "vitlab.training.setup:initial_model",
         "vitlab.training.setup:write_recipe",
-        "vitlab.training.loop:Run.take_up",
+        "vitlab.training.trainer:Trainer.restore",
         "vitlab.data.open:open_data",
     ),
     "steps": (
-        "vitlab.training.loop:Run.step",
-        "vitlab.training.loop:Run.backward",
-        "vitlab.training.loop:Run.move",
-        "vitlab.training.loop:Run.flush",
-        "vitlab.training.loop:Run.write",
+        "vitlab.training.trainer:Trainer.step",
+        "vitlab.training.trainer:Trainer.accumulate",
+        "vitlab.training.trainer:Trainer.optimizer_step",
+        "vitlab.training.recorder:Recorder.flush",
+        "vitlab.training.recorder:Recorder.write",
     ),
     "evaluation": (
         "vitlab.training.loop:Run.evaluate",
-        "vitlab.training.loop:Run.measure",
-        "vitlab.training.loop:Run.save_best",
+        "vitlab.training.trainer:Trainer.measure",
+        "vitlab.training.saver:Saver.save_best",
     ),
     "checkpoints": (
-        "vitlab.training.loop:Run.save",
-        "vitlab.training.checkpoint:make_room",
-        "vitlab.training.checkpoint:seal",
-        "vitlab.training.checkpoint:put_in_place",
+        "vitlab.training.saver:Saver.save",
+        "vitlab.training.checkpoint:make_new_folder",
+        "vitlab.training.checkpoint:write_meta",
+        "vitlab.training.checkpoint:commit_folder",
         "vitlab.files:fsync",
-        "vitlab.training.loop:Run.finish",
+        "vitlab.training.saver:Saver.save_final",
         *OPERATIONS,
     ),
 }
@@ -80,7 +80,7 @@ def die() -> None:
 
 
 class Armed:
-    """A process in which one fault is due; without one, it only counts how often every point is reached."""
+    """A process in which one fault will happen; without one, it only counts how often every point is reached."""
 
     def __init__(self, folder: Path, fault: Fault | None) -> None:
         self.folder, self.fault = os.path.realpath(folder), fault
@@ -96,7 +96,7 @@ class Armed:
         return name == self.folder or name.startswith((self.folder + os.sep, self.folder + "."))
 
     def reach(self, point: str, act: Callable[[], Any], tear: Callable[[], Any] | None = None) -> Any:
-        """Do what belongs to a point, with the fault before, within or after it if it is due now."""
+        """Call the function of a point, with the fault before, within or after it if this is its call."""
         self.counts[point] += 1
         growing = point in OPERATIONS and point != "remove"
         self.counts[GROWING] += growing
@@ -145,8 +145,8 @@ def wrap_function(armed: Armed, point: str) -> None:
         owner = getattr(owner, part)
     plain = getattr(owner, last)
 
-    def wrapped(*words: Any, **options: Any) -> Any:
-        return armed.reach(point, lambda: plain(*words, **options))
+    def wrapped(*args: Any, **options: Any) -> Any:
+        return armed.reach(point, lambda: plain(*args, **options))
 
     if path:
         setattr(owner, last, wrapped)
@@ -169,23 +169,23 @@ def wrap_system(armed: Armed) -> None:
         setattr(os, name, wrapped_system(armed, getattr(os, name), point))
     opened = os.open
 
-    def open_number(path: Any, flags: int, *words: Any, **options: Any) -> int:
+    def open_number(path: Any, flags: int, *args: Any, **options: Any) -> int:
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and armed.below(path):
-            return armed.reach("open", lambda: opened(path, flags, *words, **options))
-        return opened(path, flags, *words, **options)
+            return armed.reach("open", lambda: opened(path, flags, *args, **options))
+        return opened(path, flags, *args, **options)
 
     os.open = open_number  # type: ignore[assignment]
 
 
 def wrapped_system(armed: Armed, plain: Callable[..., Any], point: str) -> Callable[..., Any]:
-    def wrapped(path: Any, *words: Any, **options: Any) -> Any:
+    def wrapped(path: Any, *args: Any, **options: Any) -> Any:
         folder = options.get("dir_fd")
         if not armed.below(path if folder is None else folder):
-            return plain(path, *words, **options)
+            return plain(path, *args, **options)
         half = None
         if point == "write":
-            half = partial(plain, path, bytes(words[0])[: len(words[0]) // 2])
-        return armed.reach(point, lambda: plain(path, *words, **options), half)
+            half = partial(plain, path, bytes(args[0])[: len(args[0]) // 2])
+        return armed.reach(point, lambda: plain(path, *args, **options), half)
 
     return wrapped
 
@@ -208,9 +208,9 @@ class Faulty(io.FileIO):
 def wrap_open(armed: Armed) -> None:
     plain = io.open
 
-    def opened(file: Any, mode: str = "r", buffering: int = -1, *words: Any, **options: Any) -> Any:
+    def opened(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **options: Any) -> Any:
         if not set(mode) & set("wax+") or not armed.below(file):
-            return plain(file, mode, buffering, *words, **options)
+            return plain(file, mode, buffering, *args, **options)
         raw_mode = mode.replace("b", "").replace("t", "")
         # of a number, the opening was a point already
         raw = Faulty(file, raw_mode) if isinstance(file, int) else armed.reach("open", lambda: Faulty(file, raw_mode))
@@ -218,7 +218,7 @@ def wrap_open(armed: Armed) -> None:
         if buffering == 0:
             return raw
         buffer = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-        return buffer if "b" in mode else io.TextIOWrapper(buffer, *words, **options)
+        return buffer if "b" in mode else io.TextIOWrapper(buffer, *args, **options)
 
     io.open = builtins.open = opened  # type: ignore[assignment]
 
@@ -226,9 +226,9 @@ def wrap_open(armed: Armed) -> None:
 def wrap_save_file(armed: Armed) -> None:
     plain, cut = safetensors.torch.save_file, os.truncate
 
-    def save_file(tensors: Any, filename: Any, *words: Any, **options: Any) -> None:
+    def save_file(tensors: Any, filename: Any, *args: Any, **options: Any) -> None:
         def write() -> None:
-            plain(tensors, filename, *words, **options)
+            plain(tensors, filename, *args, **options)
 
         def half() -> None:
             write()

@@ -2,8 +2,8 @@
 
     python tests/chaos/gpu_kills.py [--device cuda] [--kills 4] [--steps 300] [--ways WAY ...] [--out FOLDER]
 
-For each way of running (compiled or not, as a CUDA graph or not, bf16 or float32) a run that nobody disturbs is made
-twice, to learn whether the machine's kernels repeat themselves at all, and then once more with SIGKILL at random steps.
+For each way of running (compiled or not, as a CUDA graph or not, bf16 or float32) an undisturbed run is made
+twice, to see whether the machine's kernels are deterministic at all, and then once more with SIGKILL at random steps.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Training killed again and again, at chosen points of the program and by the clock; what is left must be the same run.
 
-Every chain is one run: killed one to four times, each time continued, at the end compared to the bit.
+Every chain is one run: killed one to four times, each time resumed, at the end compared to the bit.
 """
 
 import random
@@ -23,38 +23,38 @@ BUDGET = 12 * 60  # seconds
 COMMAND = ("depth=2", "width=16", "mlp=32", "heads=2", "batch=32", "dropout=0.1", "steps=60", "checkpoint_every=5")
 SETTINGS = (*COMMAND, "evaluate_every=20", "log_every=1", "ema=0.9", "device=cpu", "threads=1", "workers=0")
 
-Found = dict[str, Any]  # of a chain: how many kills, at which part of a run, what went wrong
+ChainResult = dict[str, Any]  # how many kills, in which part of a run, what went wrong
 
 
 def run(scale: float = 1.0, seed: int = 0) -> Row:
     began = time.monotonic()
-    wanted = max(8, round(KILLS * scale))
+    planned = max(8, round(KILLS * scale))
     by_clock = int(BY_CLOCK * scale)
     deadline = began + BUDGET * max(scale, 0.2)
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="chaos-kills-") as place:
         folder = Path(place)
         counts = profile(folder)
-        found: list[Found] = by_the_clock(folder, by_clock, draw, deadline) if by_clock else []
-        jobs = chain_jobs(folder, counts, lambda: killed(found) < wanted, draw)
+        found: list[ChainResult] = by_the_clock(folder, by_clock, draw, deadline) if by_clock else []
+        jobs = chain_jobs(folder, counts, lambda: killed(found) < planned, draw)
         for chain_found in spread(jobs, deadline):
             found.append(chain_found)  # the jobs look at it  # noqa: PERF402
-    return summed(found, wanted, time.monotonic() - began, counts)
+    return summarize(found, planned, time.monotonic() - began, counts)
 
 
-def killed(found: list[Found]) -> int:
+def killed(found: list[ChainResult]) -> int:
     return sum(sum(chain["parts"].values()) for chain in found)
 
 
-def summed(found: list[Found], wanted: int, seconds: float, counts: Counter[str]) -> Row:
+def summarize(found: list[ChainResult], planned: int, seconds: float, counts: Counter[str]) -> Row:
     parts: Counter[str] = Counter()
     for chain in found:
         parts.update(chain["parts"])
     kills = killed(found)
     failures = [failure for chain in found for failure in chain["failures"]]
     failures += [f"nothing ever reached {point}, so nothing was killed there" for point in POINTS if not counts[point]]
-    if kills < wanted:
-        failures.append(f"only {kills} of {wanted} kills happened within the time")
+    if kills < planned:
+        failures.append(f"only {kills} of {planned} kills happened within the time")
     notes = ", ".join(f"{count} in {part}" for part, count in parts.items())
     return Row("training killed", kills, "kills", seconds, failures, f"{notes}; {len(found)} runs, equal to the bit")
 
@@ -64,8 +64,8 @@ def summed(found: list[Found], wanted: int, seconds: float, counts: Counter[str]
 
 def chain_jobs(
     folder: Path, counts: Counter[str], more: Callable[[], bool], draw: random.Random
-) -> Iterator[Callable[[], Found]]:
-    """Chains of one to four kills while more are wanted; points in turn, so that every one has its share."""
+) -> Iterator[Callable[[], ChainResult]]:
+    """Chains of one to four kills until enough are made; points in turn, so that every one has its share."""
     reached = [point for point in POINTS if counts[point]]
     turns: list[str] = []
     number = 0
@@ -87,7 +87,7 @@ def draw_fault(point: str, place: int, counts: Counter[str], draw: random.Random
     return Fault(point, draw.randint(1, most), draw.choice(kinds))
 
 
-def chain(folder: Path, name: str, faults: list[Fault]) -> Found:
+def chain(folder: Path, name: str, faults: list[Fault]) -> ChainResult:
     out = fresh(folder, name)
     parts: Counter[str] = Counter()
     failures = []
@@ -114,8 +114,8 @@ def part_of(point: str) -> str:
 # ---- by the clock, the real command
 
 
-def by_the_clock(folder: Path, kills: int, draw: random.Random, deadline: float) -> list[Found]:
-    """Runs of fresh processes; the first, uninterrupted, says how long one takes."""
+def by_the_clock(folder: Path, kills: int, draw: random.Random, deadline: float) -> list[ChainResult]:
+    """Runs of fresh processes; the first, uninterrupted, measures how long one takes."""
     began = time.monotonic()
     code = command(folder / "clock", resume=False).wait(BOUND)
     took = time.monotonic() - began
@@ -133,7 +133,7 @@ def command(out: Path, resume: bool) -> subprocess.Popen[bytes]:
     return subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def clock_chain(folder: Path, name: str, moments: list[float]) -> Found:
+def clock_chain(folder: Path, name: str, moments: list[float]) -> ChainResult:
     out = folder / name
     killed, failures = 0, []
     for moment in moments:

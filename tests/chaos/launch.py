@@ -1,4 +1,4 @@
-"""`python -m chaos.launch FAULT OUT WORDS...`: the command `vitlab WORDS` with a fault armed, in one process of many.
+"""`python -m chaos.launch FAULT OUT ARGS...`: the command `vitlab ARGS` with a fault armed, in one process of many.
 
 FAULT is JSON: the fields of a fault, and the rank of the process that it is for.
 """

@@ -37,7 +37,7 @@ class Ended:
 
     @property
     def clean(self) -> bool:
-        """One sentence and exit code 1, as every mistake or full disk should end."""
+        """One error line and exit code 1, as every user error or full disk should end."""
         lines = self.printed.strip().splitlines()
         return self.code == 1 and "Traceback" not in self.printed and bool(lines) and lines[-1].startswith("error: ")
 
@@ -54,7 +54,7 @@ def cause(printed: str) -> str:
 
 
 def forked(work: Callable[[], None], bound: float = BOUND) -> Ended:
-    """Run `work` in a copy of this process, mistakes handled as the command line does."""
+    """Run `work` in a copy of this process, errors handled as the command line does."""
     with tempfile.TemporaryFile() as file:
         child = os.fork()
         if child == 0:

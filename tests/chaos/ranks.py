@@ -1,4 +1,4 @@
-"""One of two processes of a run is lost, at chosen points; the rest must end soon, and the run goes on without loss."""
+"""One of two processes of a run is lost, at chosen points: the others must end soon, and resuming loses nothing."""
 
 import dataclasses
 import json
@@ -35,20 +35,20 @@ SETTINGS = (
 )
 POINTS = (  # that all processes reach, and how often
     ("vitlab.training.setup:prepare_run", 1),
-    ("vitlab.training.loop:Run.take_up", 1),
-    ("vitlab.training.loop:Run.backward", 20),
-    ("vitlab.training.loop:Run.move", 20),
+    ("vitlab.training.trainer:Trainer.restore", 1),
+    ("vitlab.training.trainer:Trainer.accumulate", 20),
+    ("vitlab.training.trainer:Trainer.optimizer_step", 20),
     ("vitlab.training.loop:Run.evaluate", 2),
-    ("vitlab.training.loop:Run.measure", 4),
-    ("vitlab.training.loop:Run.save", 4),
-    ("vitlab.training.loop:Run.save_best", 1),
-    ("vitlab.training.loop:Run.finish", 1),
+    ("vitlab.training.trainer:Trainer.measure", 4),
+    ("vitlab.training.saver:Saver.save", 4),
+    ("vitlab.training.saver:Saver.save_best", 1),
+    ("vitlab.training.saver:Saver.save_final", 1),
 )
 
 
 def run(scale: float = 1.0, seed: int = 0) -> Row:
     began = time.monotonic()
-    wanted, deadline = max(1, round(LOST * scale)), began + BUDGET * max(scale, 0.3)
+    planned, deadline = max(1, round(LOST * scale)), began + BUDGET * max(scale, 0.3)
     draw = random.Random(seed)
     failures: list[str] = []
     tried, slowest, resumed = 0, 0.0, {1: 0, 2: 0}
@@ -57,7 +57,7 @@ def run(scale: float = 1.0, seed: int = 0) -> Row:
         ended = start(reference, 2, None)
         if ended.code:
             return Row("lost processes", 0, "losses", time.monotonic() - began, [f"no run of two at all: {ended}"])
-        while tried < wanted and time.monotonic() < deadline:
+        while tried < planned and time.monotonic() < deadline:
             point, calls = POINTS[tried % len(POINTS)]
             fault = Fault(point, draw.randint(1, calls), "after" if draw.random() < 0.5 else "before")
             parallel, rank = ("ddp", "fsdp")[tried % 2], draw.randrange(2)
@@ -67,8 +67,8 @@ def run(scale: float = 1.0, seed: int = 0) -> Row:
             failures += [f"{story}: {wrong}"] if wrong else []
             slowest, tried = max(slowest, took), tried + 1
             resumed[again] += 1
-    if tried < wanted:
-        failures.append(f"only {tried} of {wanted} were tried within the time")
+    if tried < planned:
+        failures.append(f"only {tried} of {planned} were tried within the time")
     notes = f"all ended within {slowest:.0f} s, start-up included; {resumed[1]} continued by one, {resumed[2]} by two"
     return Row("lost processes", tried, "losses", time.monotonic() - began, failures, notes)
 
@@ -83,24 +83,24 @@ def lose(out: Path, reference: Path, rank: int, fault: Fault, parallel: str, aga
     if took > BOUND:
         return took, f"the others had not ended after {BOUND:.0f} s"
     if f"failed (exitcode: -9) local_rank: {rank} " not in ended.printed:
-        return took, f"no word of the lost process: {ended}"
+        return took, f"the lost process is not reported: {ended}"
     ended = start(out, again, None, f"parallel={parallel}", "--resume")
     if ended.code:
         return took, f"cannot be resumed, {ended}"
     return took, difference(reference, out)
 
 
-def start(out: Path, processes: int, fault: dict[str, object] | None, *words: str) -> Ended:
+def start(out: Path, processes: int, fault: dict[str, object] | None, *options: str) -> Ended:
     """`vitlab train` by so many processes; ended by force some time after the bound."""
     launch = [sys.executable, "-m", "chaos.launch", json.dumps(fault or {"rank": None}), str(out)]
-    run_words = [*launch, *SETTINGS, "--out", str(out), *words]
+    run_command = [*launch, *SETTINGS, "--out", str(out), *options]
     if processes > 1:
         own = ["--standalone", f"--nproc-per-node={processes}", "--no-python"]
-        run_words = [sys.executable, "-m", "torch.distributed.run", *own, *run_words]
+        run_command = [sys.executable, "-m", "torch.distributed.run", *own, *run_command]
     path = os.pathsep.join([str(TESTS), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])
     environment = ENVIRONMENT | {"PYTHONPATH": path}
     with tempfile.TemporaryFile("w+") as file:
-        process = subprocess.Popen(run_words, env=environment, stdout=file, stderr=file)
+        process = subprocess.Popen(run_command, env=environment, stdout=file, stderr=file)
         try:
             code = process.wait(BOUND + 30)
         except subprocess.TimeoutExpired:

@@ -30,8 +30,8 @@ from vitlab.data.images import BrokenImage, decode
 from vitlab.data.parquet import splits as parquet_splits
 from vitlab.errors import UserError
 from vitlab.report.history import read_history
-from vitlab.training import checkpoint
-from vitlab.training.setup import last, stored_recipe
+from vitlab.training.checkpoint import find_checkpoint, last_checkpoint
+from vitlab.training.setup import stored_recipe
 
 REFUSED = (UserError, BrokenImage)
 Read = Callable[[bytes], None]
@@ -189,7 +189,7 @@ def run_reader(name: str) -> Callable[[Path], Read]:
         def read(data: bytes) -> None:
             (run / name).write_bytes(data)
             stored_recipe(run)
-            checkpoint.find(last(run))
+            find_checkpoint(last_checkpoint(run))
             read_history(run)
 
         return read

@@ -107,8 +107,8 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
     done = python("chaos.broken", str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, list[str]] = json.loads(done.stdout)
-    assert "cannot be resumed" in found["torn_checkpoint"][0]
-    assert "not the uninterrupted run" in found["forgotten_step"][0]
+    assert "cannot be resumed" in found["damaged_checkpoint"][0]
+    assert "not the uninterrupted run" in found["wrong_step"][0]
     assert "no clean end" in found["raw_disk_errors"][0]
     kinds = [kind.partition(" at ")[0].partition(":")[0] for kind in found["bad_reader"]]
     assert kinds == ["writes outside its folder", "runs a program or calls out", "large", "KeyError in the test"]

@@ -1,18 +1,28 @@
-"""Small runs for the tests, and what two runs must have in common."""
+"""Small runs for the tests, and the comparison of two runs."""
 
+import atexit
+import dataclasses
+import functools
 import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from vitlab.data.open import open_data
+from vitlab.data.source import Data, Subset
 from vitlab.data.transforms import Augment
+from vitlab.errors import UserError
 from vitlab.training.loop import TrainResult, train
 from vitlab.training.recipe import Recipe, change, make_recipe
 
-# Everything that draws or averages is on: dropout, stochastic depth, crops, Mixup, Polyak.
+# Everything random and everything averaged is on: dropout, stochastic depth, crops, Mixup, Polyak.
 SMALL = make_recipe(
     "Ti/4",
     "digits",
@@ -39,9 +49,38 @@ SMALL = make_recipe(
 )
 
 
-def go(out: Path, *, resume: bool = False, recipe: Recipe = SMALL, **changes: Any) -> TrainResult:
+@functools.cache
+def few_digits() -> Data:
+    """193 training images and 59 test images of digits, numbers that no batch divides."""
+    data = open_data("digits")
+    return dataclasses.replace(
+        data, train=Subset(data.train, np.arange(193)), test=Subset(data.test, np.arange(59)), validation=None
+    )
+
+
+def train_small(out: Path, *, resume: bool = False, recipe: Recipe = SMALL, **changes: Any) -> TrainResult:
+    """A small run, on few images where its data is digits."""
     recipe = change(recipe, **changes)
-    return train(recipe, out, resume=resume, console=Console(quiet=True))
+    data = few_digits() if recipe.data == "digits" else None
+    return train(recipe, out, resume=resume, console=Console(quiet=True), data=data)
+
+
+def skip_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands that train end without a report, which takes longer than a small run."""
+
+    def no_report(*_: object, **__: object) -> Path:
+        raise UserError("not in this test")
+
+    monkeypatch.setattr("vitlab.report.write_report", no_report)
+
+
+@functools.cache
+def plain_run() -> Path:
+    """A small run that nothing interrupts, made once for all tests of a process; not to be changed."""
+    folder = Path(tempfile.mkdtemp(prefix="plain-run-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    train_small(folder / "run")
+    return folder / "run"
 
 
 def records(out: Path) -> list[dict[str, Any]]:
@@ -51,7 +90,7 @@ def records(out: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_run(a: Path, b: Path) -> None:
-    """Bit for bit: weights, optimizer, average, logged losses, and the model that is left."""
+    """Raise unless two runs are equal bit for bit: weights, optimizer, average, logged losses, final model."""
     state = assert_same_tensors(a, b, "checkpoints/last/state.safetensors")
     assert {key.partition("/")[0] for key in state} == {"model", "optimizer", "ema"}
     assert_same_tensors(a, b, "model.safetensors")
@@ -59,6 +98,7 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 def assert_same_tensors(a: Path, b: Path, name: str) -> set[str]:
+    """Raise unless a file of two runs holds the same tensors; their names."""
     ours, theirs = load_file(a / name), load_file(b / name)
     assert ours.keys() == theirs.keys()
     for key in ours:

@@ -1,4 +1,4 @@
-"""Speeds of a recipe, and what is said of them."""
+"""Speeds of a recipe, and their description."""
 
 import dataclasses
 
@@ -12,19 +12,19 @@ SOME = Speeds(loader=100, step=400, both=90, used=None, memory=None, micro=8, wo
 
 
 def test_the_device_waits_for_images() -> None:
-    said = SOME.verdict()
-    assert "22% of the speed" in said  # 90 of 400
-    assert "2 worker(s) bring 50 a second each; 8 would keep up" in said
+    line = SOME.verdict()
+    assert "22% of the speed" in line  # 90 of 400
+    assert "2 worker(s) load 50 per second each; 8 would keep up" in line
 
 
 def test_the_workers_wait_for_the_device() -> None:
-    said = dataclasses.replace(SOME, loader=1000, both=390).verdict()
-    assert "could bring 2.5 times as many" in said
+    line = dataclasses.replace(SOME, loader=1000, both=390).verdict()
+    assert "could load 2.5 times as many" in line
     assert SOME.ratio == pytest.approx(0.225)
 
 
 def test_a_small_recipe_is_measured() -> None:
     settings = ["depth=1", "width=16", "mlp=16", "heads=2", "batch=8", "device=cpu", "resident=false", "workers=0"]
-    found = bench(override(find("digits").recipe, settings), seconds=0.3)
-    assert not found.held
-    assert found.both < min(found.loader, found.step) * 1.5  # no faster than either part, but for noise
+    speeds = bench(override(find("digits").recipe, settings), seconds=0.1)
+    assert not speeds.held
+    assert speeds.both < min(speeds.loader, speeds.step) * 1.5  # no faster than either part, but for noise

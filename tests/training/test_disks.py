@@ -1,4 +1,4 @@
-"""Disks that are read-only or full: real ones, where this user may mount a small disk; each time one sentence."""
+"""Disks that are read-only or full: real ones, where this user may mount a small disk; each time one error line."""
 
 import os
 import resource
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_runs import assert_same_run, go
+from small_runs import assert_same_run, train_small
 from test_resume import killed_at
 
 from vitlab.errors import UserError
 from vitlab.report import write_report
-from vitlab.training.recorder import Log
+from vitlab.training.log import Log
 
 
 def mount(*words: str) -> bool:
@@ -38,22 +38,22 @@ def freeze(disk: Path) -> None:
 @pytest.mark.parametrize("left", ["all", "old"])
 def test_resuming_on_a_read_only_disk(disk: Path, monkeypatch: pytest.MonkeyPatch, left: str) -> None:
     with killed_at(13, monkeypatch):
-        go(disk / "run")
+        train_small(disk / "run")
     if left == "old":  # one that has to be moved into its place first
         shutil.rmtree(disk / "run" / "checkpoints" / "last")
     freeze(disk)
     with pytest.raises(UserError, match=r"could not write .*Read-only file system"):
-        go(disk / "run", resume=True)
+        train_small(disk / "run", resume=True)
 
 
 def test_starting_on_a_read_only_disk(disk: Path) -> None:
     freeze(disk)
     with pytest.raises(UserError, match=r"could not write .*Read-only file system"):
-        go(disk / "run")
+        train_small(disk / "run")
 
 
 def test_a_report_on_a_read_only_disk(disk: Path) -> None:
-    go(disk / "run", steps=4)
+    train_small(disk / "run", steps=4)
     freeze(disk)
     with pytest.raises(UserError, match=r"report\.html cannot be written: Read-only file system"):
         write_report(disk / "run")
@@ -62,7 +62,7 @@ def test_a_report_on_a_read_only_disk(disk: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tensorboard", [False, True])
 def test_the_disk_fills_up_while_logging(disk: Path, tmp_path: Path, tensorboard: bool) -> None:
-    """The error is one sentence, and after making room the run is the one that never met it."""
+    """The error is one line, and once there is space the resumed run equals the one that never met it."""
     if tensorboard:
         pytest.importorskip("tensorboard")
     settings = {"checkpoint_every": 1000, "log_every": 1, "tensorboard": tensorboard}
@@ -71,10 +71,10 @@ def test_the_disk_fills_up_while_logging(disk: Path, tmp_path: Path, tensorboard
     room = os.statvfs(disk)
     ballast.write_bytes(b"x" * room.f_frsize * (room.f_bavail - 6))  # six blocks for what comes before the first step
     with pytest.raises(UserError, match=r"could not write .*No space left on device.*--resume"):
-        go(disk / "run", steps=100, evaluate_every=100, **settings)
+        train_small(disk / "run", steps=100, evaluate_every=100, **settings)
     ballast.unlink()
-    go(disk / "run", steps=100, evaluate_every=100, resume=True, **settings)
-    go(tmp_path / "plain", steps=100, evaluate_every=100, **settings)
+    train_small(disk / "run", steps=100, evaluate_every=100, resume=True, **settings)
+    train_small(tmp_path / "plain", steps=100, evaluate_every=100, **settings)
     assert_same_run(disk / "run", tmp_path / "plain")
 
 
@@ -99,4 +99,4 @@ def test_a_log_that_lost_its_end_is_not_filled_with_zeros(tmp_path: Path, capsys
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n')
     Log(tmp_path / "log.jsonl", 1000).close()
     assert (tmp_path / "log.jsonl").read_text() == '{"step": 1}\n'
-    assert "shorter than its checkpoint says" in capsys.readouterr().err.replace("\n", " ")
+    assert "shorter than its checkpoint expects" in capsys.readouterr().err.replace("\n", " ")

@@ -1,4 +1,4 @@
-"""The loop's arithmetic: accumulation, freezing, objectives, devices' memory, the records it keeps."""
+"""The training step's arithmetic: accumulation, freezing, objectives, memory; and the records a run keeps."""
 
 import dataclasses
 import json
@@ -6,67 +6,65 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
-from small_runs import SMALL, go, records
+from small_runs import SMALL, plain_run, records, train_small
 from torch import Tensor
 
 from vitlab.data.loader import TrainLoader
 from vitlab.errors import UserError
-from vitlab.training.loop import Run
 from vitlab.training.optim import learning_rate
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe
 from vitlab.training.setup import divisors, fit_micro, prepare_run
+from vitlab.training.trainer import Trainer
 from vitlab.weights import load
 
 CPU = Cluster(torch.device("cpu"))
 
 
-def make_run(out: Path, recipe: Recipe) -> Run:
-    return Run(prepare_run(recipe, out, CPU, resume=False), CPU, Console(quiet=True))
+def make_trainer(out: Path, recipe: Recipe) -> Trainer:
+    return Trainer(prepare_run(recipe, out, CPU, resume=False), CPU)
 
 
 def gradient(out: Path, recipe: Recipe) -> tuple[float, dict[str, Tensor]]:
-    run = make_run(out, recipe)
-    for p in run.core.parameters():
+    trainer = make_trainer(out, recipe)
+    for p in trainer.core.parameters():
         torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(p.numel()))
-    loss = run.backward(step=3)
-    run.close()
-    return loss.item(), {name: p.grad for name, p in run.core.named_parameters() if p.grad is not None}
+    loss = trainer.accumulate(step=3)
+    return loss.item(), {name: p.grad for name, p in trainer.core.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid", "masked"])
 def test_eight_micro_batches_give_the_gradient_of_one(tmp_path: Path, objective: str) -> None:
     recipe = dataclasses.replace(SMALL, objective=objective, dropout=0.0, drop_path=0.0, batch=64, micro=64)
-    loss, whole = gradient(tmp_path / "whole", recipe)
+    loss, once = gradient(tmp_path / "once", recipe)
     parts_loss, parts = gradient(tmp_path / "parts", dataclasses.replace(recipe, micro=8))
     assert parts_loss == pytest.approx(loss, rel=1e-5)
-    assert whole.keys() == parts.keys()
-    difference = sum(float((whole[k] - parts[k]).double().pow(2).sum()) for k in whole) ** 0.5
-    size = sum(float(whole[k].double().pow(2).sum()) for k in whole) ** 0.5
+    assert once.keys() == parts.keys()
+    difference = sum(float((once[k] - parts[k]).double().pow(2).sum()) for k in once) ** 0.5
+    size = sum(float(once[k].double().pow(2).sum()) for k in once) ** 0.5
     assert difference < 1e-5 * size
 
 
 def test_the_first_loss_by_hand(tmp_path: Path) -> None:
-    """A fresh head of zeros says every class alike, whatever the images: the loss is log 10."""
-    go(tmp_path, steps=4, warmup=0)
+    """A fresh head of zeros rates every class alike, whatever the images: the loss is log 10."""
+    train_small(tmp_path, steps=4, warmup=0)
     assert records(tmp_path)[0]["loss"] == pytest.approx(torch.tensor(10.0).log().item(), rel=1e-6)
 
 
-def test_a_step_is_the_optimizers(tmp_path: Path) -> None:
+def test_a_step_is_torchs(tmp_path: Path) -> None:
     """Four steps of the loop against the same four written out."""
     recipe = dataclasses.replace(SMALL, dropout=0.0, drop_path=0.0, micro=32, steps=4, warmup=1, clip=0.5)
-    run = make_run(tmp_path / "a", recipe)
-    other = make_run(tmp_path / "b", recipe)
+    trainer = make_trainer(tmp_path / "a", recipe)
+    other = make_trainer(tmp_path / "b", recipe)
     model = other.core
     kernels = [p for n, p in model.named_parameters() if n.endswith("weight") and p.ndim > 1]
     rest = [p for n, p in model.named_parameters() if not (n.endswith("weight") and p.ndim > 1)]
     adam = torch.optim.AdamW([{"params": kernels, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
-    data = other.plan.data.train
-    loader = TrainLoader(data, (8, 8), recipe.augment, other.plan.preprocess, batch=32, seed=recipe.seed)
+    data = other.setup.data.train
+    loader = TrainLoader(data, (8, 8), recipe.augment, other.setup.preprocess, batch=32, seed=recipe.seed)
     batches = loader.batches()
     for step in range(4):
-        run.step(step)
+        found, _ = trainer.step(step)
         batch = next(batches)
         loss = torch.nn.functional.cross_entropy(model(batch.images), batch.targets)
         loss.backward()
@@ -75,13 +73,13 @@ def test_a_step_is_the_optimizers(tmp_path: Path) -> None:
             group["lr"] = learning_rate(step, base=recipe.lr, steps=4, warmup=1, decay="cosine")
         adam.step()
         adam.zero_grad()
-        assert run.window[step][1].item() == pytest.approx(loss.item(), rel=1e-5)
-    for (name, ours), theirs in zip(run.core.named_parameters(), model.parameters(), strict=True):
+        assert found.item() == pytest.approx(loss.item(), rel=1e-5)
+    for (name, ours), theirs in zip(trainer.core.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_rates_in_the_log_are_the_schedules(tmp_path: Path) -> None:
-    go(tmp_path, evaluate_every=20)
+    train_small(tmp_path, evaluate_every=20)
     steps = [r for r in records(tmp_path) if "lr" in r]
     assert [r["step"] for r in steps] == list(range(1, 21))
     for r in steps:
@@ -92,34 +90,32 @@ def test_rates_in_the_log_are_the_schedules(tmp_path: Path) -> None:
 
 def test_frozen_body_stays_and_head_learns(tmp_path: Path) -> None:
     recipe = dataclasses.replace(SMALL, freeze="body", weight_decay=0.3)
-    run = make_run(tmp_path, recipe)
-    before = {name: p.detach().clone() for name, p in run.core.named_parameters()}
+    trainer = make_trainer(tmp_path, recipe)
+    before = {name: p.detach().clone() for name, p in trainer.core.named_parameters()}
     for step in range(3):
-        run.step(step + 3)
-    for name, p in run.core.named_parameters():
+        trainer.step(step + 3)
+    for name, p in trainer.core.named_parameters():
         assert torch.equal(p, before[name]) != name.startswith("head."), name
 
 
 def test_a_run_from_a_run(tmp_path: Path) -> None:
     """Fine-tuning starts where the weights are: with frozen body and no rate, the features are those of the weights."""
-    go(tmp_path / "first")
-    go(tmp_path / "second", weights=str(tmp_path / "first"), freeze="body", lr=0.0, seed=9, per_class=5)
-    first, second = load(tmp_path / "first"), load(tmp_path / "second")
+    train_small(tmp_path / "second", weights=str(plain_run()), freeze="body", lr=0.0, seed=9, steps=4)
+    first, second = load(plain_run()), load(tmp_path / "second")
     images = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(first(images), second(images))
 
 
 def test_weights_decide_what_the_model_is(tmp_path: Path) -> None:
-    go(tmp_path / "first", steps=4)
     with pytest.raises(UserError, match="depth=2, not 3; set depth=2"):
-        go(tmp_path / "second", weights=str(tmp_path / "first"), depth=3)
+        train_small(tmp_path / "second", weights=str(plain_run()), depth=3)
 
 
 def test_masked_run_leaves_a_model_without_a_head(tmp_path: Path) -> None:
-    outcome = go(tmp_path, objective="masked")
+    result = train_small(tmp_path, objective="masked", steps=8)
     assert load(tmp_path).config.classes == 0
-    assert outcome.report["prior"] > 0
-    assert outcome.report["loss"] > 0
+    assert result.report["prior"] > 0
+    assert result.report["loss"] > 0
 
 
 def test_recomputed_activations_change_nothing(tmp_path: Path) -> None:
@@ -132,25 +128,24 @@ def test_recomputed_activations_change_nothing(tmp_path: Path) -> None:
 def test_out_of_memory_shrinks_the_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that cannot take more than ten images at a time is given eight."""
     recipe = dataclasses.replace(SMALL, micro=32, dropout=0.0, drop_path=0.0)
-    run = make_run(tmp_path / "small", recipe)
-    whole = run.goal.loss
+    trainer = make_trainer(tmp_path / "small", recipe)
+    plain_loss = trainer.objective.loss
 
     class Tight:
         def __getattr__(self, name: str) -> object:
-            return getattr(goal, name)
+            return getattr(objective, name)
 
         def loss(self, module: torch.nn.Module, batch: object, step: int) -> Tensor:
             if len(batch.images) > 10:  # type: ignore[attr-defined]
                 raise torch.OutOfMemoryError("no room")
-            return whole(module, batch, step)  # type: ignore[arg-type]
+            return plain_loss(module, batch, step)  # type: ignore[arg-type]
 
-    goal, run.goal = run.goal, Tight()  # type: ignore[assignment]
-    run.step(0)
-    assert run.micro == 8
-    assert "going on with 8" in capsys.readouterr().err
-    plain = make_run(tmp_path / "plain", recipe)
-    plain.step(0)
-    assert run.window[0][1].item() == pytest.approx(plain.window[0][1].item(), rel=1e-5)
+    objective, trainer.objective = trainer.objective, Tight()  # type: ignore[assignment]
+    loss, _ = trainer.step(0)
+    assert trainer.micro == 8
+    assert "continuing with 8" in capsys.readouterr().err
+    plain = make_trainer(tmp_path / "plain", recipe)
+    assert loss.item() == pytest.approx(plain.step(0)[0].item(), rel=1e-5)
 
 
 def test_micro_batches_fit_and_divide() -> None:
@@ -162,18 +157,18 @@ def test_micro_batches_fit_and_divide() -> None:
 
 
 def test_every_test_image_is_counted_once(tmp_path: Path) -> None:
-    """599 images in batches of 32: the last one partial."""
-    outcome = go(tmp_path, steps=4)
-    hits = outcome.report["accuracy"] * 599
+    """59 images in batches of 32: the last one partial."""
+    result = train_small(tmp_path, steps=4)
+    hits = result.report["accuracy"] * 59
     assert hits == pytest.approx(round(hits), abs=1e-9)
 
 
 def test_recipe_beside_the_checkpoint_is_resolved(tmp_path: Path) -> None:
-    go(tmp_path, steps=None, epochs=1.0)
-    said = json.loads((tmp_path / "recipe.json").read_text())
-    assert said["recipe"]["steps"] == round(1198 / 32)
-    assert said["labels"] == [str(n) for n in range(10)]
-    assert said["model"]["kind"] == "vit"
+    train_small(tmp_path, steps=None, epochs=1.0, warmup=1)
+    about = json.loads((tmp_path / "recipe.json").read_text())
+    assert about["recipe"]["steps"] == round(193 / 32)
+    assert about["labels"] == [str(n) for n in range(10)]
+    assert about["model"]["kind"] == "vit"
 
 
 @pytest.mark.parametrize(
@@ -188,12 +183,12 @@ def test_recipe_beside_the_checkpoint_is_resolved(tmp_path: Path) -> None:
 )
 def test_settings_that_cannot_work(tmp_path: Path, change: dict[str, object], word: str) -> None:
     with pytest.raises(UserError, match=word):
-        go(tmp_path / "run", **change)
+        train_small(tmp_path / "run", **change)
 
 
 def test_tensorboard(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    go(tmp_path, tensorboard=True)
+    train_small(tmp_path, tensorboard=True, steps=8)
     board = events.EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     losses = [r["loss"] for r in records(tmp_path) if "loss" in r]

@@ -1,4 +1,4 @@
-"""Masked patch prediction: which patches, what becomes of them, what is predicted."""
+"""Masked patch prediction: which patches are corrupted, how, and what is predicted."""
 
 import math
 
@@ -11,7 +11,7 @@ import vitlab
 from vitlab.data.loader import Batch
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess
-from vitlab.training.masked import COLORS, MaskedPatches, PredictPatches, colors, corrupt
+from vitlab.training.masked import COLORS, MaskedPatches, PatchPrediction, color_classes, corrupt
 
 PATCHES = 196
 IMAGES = 600  # 117,600 patches
@@ -23,38 +23,38 @@ def share_is(found: int, of: int, expected: float) -> bool:
 
 
 def test_half_is_corrupted_and_shared_out_80_10_10() -> None:
-    fate = corrupt(seed=3, step=17, index=torch.arange(IMAGES), patches=PATCHES)
-    total, chosen = IMAGES * PATCHES, int(fate.chosen.sum())
+    corruption = corrupt(seed=3, step=17, index=torch.arange(IMAGES), patches=PATCHES)
+    total, chosen = IMAGES * PATCHES, int(corruption.chosen.sum())
     assert total >= 100_000
     assert share_is(chosen, total, 0.5)
-    assert share_is(int(fate.masked.sum()), chosen, 0.8)
-    assert share_is(int(fate.swapped.sum()), chosen, 0.1)
-    assert not (fate.masked & fate.swapped).any()
-    assert not ((fate.masked | fate.swapped) & ~fate.chosen).any()
+    assert share_is(int(corruption.masked.sum()), chosen, 0.8)
+    assert share_is(int(corruption.swapped.sum()), chosen, 0.1)
+    assert not (corruption.masked & corruption.swapped).any()
+    assert not ((corruption.masked | corruption.swapped) & ~corruption.chosen).any()
 
 
 def test_each_place_and_image_is_corrupted_as_often() -> None:
-    fate = corrupt(seed=0, step=0, index=torch.arange(2000), patches=64)
-    by_place, by_image = fate.chosen.sum(0), fate.chosen.sum(1)
+    corruption = corrupt(seed=0, step=0, index=torch.arange(2000), patches=64)
+    by_place, by_image = corruption.chosen.sum(0), corruption.chosen.sum(1)
     assert all(share_is(int(n), 2000, 0.5) for n in by_place)
     assert by_image.float().var().item() == pytest.approx(64 * 0.25, rel=0.2)  # a binomial's
 
 
 def test_swapped_patches_take_any_other_evenly() -> None:
-    fate = corrupt(seed=1, step=5, index=torch.arange(3000), patches=9)
-    away = (fate.other - torch.arange(9)) % 9
+    corruption = corrupt(seed=1, step=5, index=torch.arange(3000), patches=9)
+    away = (corruption.other - torch.arange(9)) % 9
     assert (away != 0).all()
     counts = torch.bincount(away.flatten(), minlength=9)[1:]
     assert all(share_is(int(n), 27_000, 1 / 8) for n in counts)
 
 
 def test_a_function_of_seed_step_and_image() -> None:
-    whole = corrupt(7, 3, torch.arange(50), 49)
+    all_images = corrupt(7, 3, torch.arange(50), 49)
     part = corrupt(7, 3, torch.tensor([31, 4]), 49)
-    assert torch.equal(part.chosen, whole.chosen[[31, 4]])
-    assert torch.equal(part.other, whole.other[[31, 4]])
+    assert torch.equal(part.chosen, all_images.chosen[[31, 4]])
+    assert torch.equal(part.other, all_images.other[[31, 4]])
     for other in (corrupt(8, 3, torch.arange(50), 49), corrupt(7, 4, torch.arange(50), 49)):
-        agree = (other.chosen == whole.chosen).float().mean().item()
+        agree = (other.chosen == all_images.chosen).float().mean().item()
         assert 0.4 < agree < 0.6  # unrelated, not merely shifted
 
 
@@ -65,7 +65,7 @@ def test_targets_are_the_three_bit_mean_color(preprocess: Preprocess) -> None:
     pixels = np.clip(base.repeat(4, 2).repeat(4, 3) + rng.integers(-20, 20, (2, 3, 12, 8)), 0, 255)
     mean, std = (np.array(v)[:, None, None] for v in (preprocess.mean, preprocess.std))
     images = torch.tensor((pixels / 255 - mean) / std, dtype=torch.float32)
-    found = colors(images, preprocess, stride=4)
+    found = color_classes(images, preprocess, stride=4)
     for b in range(2):
         for row in range(3):
             for column in range(2):
@@ -75,8 +75,8 @@ def test_targets_are_the_three_bit_mean_color(preprocess: Preprocess) -> None:
 
 
 def test_white_is_the_last_class_and_black_the_first() -> None:
-    assert colors(torch.ones(1, 3, 4, 4), Preprocess(), 4).item() == COLORS - 1
-    assert colors(-torch.ones(1, 3, 4, 4), Preprocess(), 4).item() == 0
+    assert color_classes(torch.ones(1, 3, 4, 4), Preprocess(), 4).item() == COLORS - 1
+    assert color_classes(-torch.ones(1, 3, 4, 4), Preprocess(), 4).item() == 0
 
 
 def small() -> MaskedPatches:
@@ -87,20 +87,20 @@ def small() -> MaskedPatches:
     return model
 
 
-def test_embeddings_are_replaced_as_the_fate_says() -> None:
+def test_embeddings_are_replaced_as_chosen() -> None:
     model = small()
     images = torch.randn(3, 3, 16, 16)
-    fate = corrupt(0, 0, torch.arange(3), 16)
+    corruption = corrupt(0, 0, torch.arange(3), 16)
     seen: list[Tensor] = []
     model.vit.encode = lambda x: seen.append(x) or torch.zeros(3, 17, 32)  # type: ignore[assignment, func-returns-value]
-    model(images, fate)
+    model(images, corruption)
     plain = model.vit.patches(images)
     for b in range(3):
         for n in range(16):
-            if fate.masked[b, n]:
+            if corruption.masked[b, n]:
                 expected = model.mask
-            elif fate.swapped[b, n]:
-                expected = plain[b, fate.other[b, n]]
+            elif corruption.swapped[b, n]:
+                expected = plain[b, corruption.other[b, n]]
             else:
                 expected = plain[b, n]
             assert torch.equal(seen[0][b, n], expected)
@@ -110,19 +110,19 @@ def test_loss_counts_corrupted_patches_only() -> None:
     model = small()
     images = torch.rand(4, 3, 16, 16) * 2 - 1
     index = torch.arange(4)
-    goal = PredictPatches(Preprocess(), seed=2, grid=(4, 4), stride=4)
+    objective = PatchPrediction(Preprocess(), seed=2, grid=(4, 4), stride=4)
     batch = Batch(images, index, torch.zeros(4, 1), index)
-    fate, targets = corrupt(2, 9, index, 16), colors(images, Preprocess(), 4)
-    logs = model(images, fate).log_softmax(-1)
-    total = sum(-logs[b, n, targets[b, n]].item() for b in range(4) for n in range(16) if fate.chosen[b, n])
-    assert goal.loss(model, batch, step=9).item() == pytest.approx(total / (0.5 * 64), rel=1e-5)
+    corruption, targets = corrupt(2, 9, index, 16), color_classes(images, Preprocess(), 4)
+    logs = model(images, corruption).log_softmax(-1)
+    total = sum(-logs[b, n, targets[b, n]].item() for b in range(4) for n in range(16) if corruption.chosen[b, n])
+    assert objective.loss(model, batch, step=9).item() == pytest.approx(total / (0.5 * 64), rel=1e-5)
 
 
 def test_prior_is_the_entropy_of_the_colors() -> None:
-    goal = PredictPatches(Preprocess(), seed=0, grid=(1, 1), stride=4)
+    objective = PatchPrediction(Preprocess(), seed=0, grid=(1, 1), stride=4)
     counts = [0.0] * COLORS
     counts[3], counts[9] = 30.0, 10.0
-    report = goal.report([40.0, 20.0, 60.0, *counts])
+    report = objective.report([40.0, 20.0, 60.0, *counts])
     assert report["prior"] == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
     assert report["accuracy"] == 0.5
     assert report["loss"] == 1.5

@@ -1,4 +1,4 @@
-"""Out of memory on the CPU: a smaller micro-batch where there is one, else a sentence. The limit is a real one."""
+"""Out of memory on the CPU: a smaller micro-batch where there is one, else an error. The limit is a real one."""
 
 import os
 import subprocess
@@ -13,16 +13,16 @@ import resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
-from small_runs import go
-from vitlab.models.config import UserError
+from small_runs import train_small
+from vitlab.errors import UserError
 torch.set_num_threads(1)
 size = dict(image_size=(32, 32), width=64, mlp=256, dropout=0.0, drop_path=0.0, warmup=0, workers=0, per_class=9)
-go(Path(sys.argv[2]) / "warm", **size, steps=1, batch=4, micro=4)  # libraries are loaded by now
+train_small(Path(sys.argv[2]) / "warm", **size, steps=1, batch=4, micro=4)  # libraries are loaded by now
 size |= {"width": int(sys.argv[4]), "depth": 4}
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (int(sys.argv[3]) << 20), resource.RLIM_INFINITY))
 try:
-    go(Path(sys.argv[2]) / "run", **size, steps=2, batch=1024, micro=1024)
+    train_small(Path(sys.argv[2]) / "run", **size, steps=2, batch=1024, micro=1024)
     print("complete")
 except UserError as error:
     print("error:", error)
@@ -38,12 +38,12 @@ def train(tmp_path: Path, megabytes: int, width: int) -> subprocess.CompletedPro
 def test_the_micro_batch_shrinks(tmp_path: Path) -> None:
     done = train(tmp_path, 400, 64)
     assert done.stdout.strip() == "complete", done.stderr[-2000:]
-    assert "out of memory with micro-batches of 1024 images; going on with 512" in done.stderr.replace("\n", " ")
+    assert "out of memory with micro-batches of 1024 images; continuing with 512" in done.stderr.replace("\n", " ")
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
-def test_where_nothing_is_left_to_shrink_it_is_a_sentence(tmp_path: Path) -> None:
+def test_where_nothing_is_left_to_shrink_it_is_an_error(tmp_path: Path) -> None:
     """The model alone is too large."""
     done = train(tmp_path, 64, 2048)
     assert done.stdout.startswith("error: out of memory"), (done.stdout, done.stderr[-2000:])

@@ -10,12 +10,19 @@ from torch import nn
 
 from vitlab.data.loader import Batch
 from vitlab.evaluation.accuracy import Counts, count, hits
-from vitlab.training.measure import blank, measure
-from vitlab.training.objectives import SIGMOID_BIAS, Classify, sigmoid_loss, softmax_loss, start_sigmoid
+from vitlab.training.objectives import (
+    SIGMOID_BIAS,
+    Classification,
+    blank_batch,
+    measure_objective,
+    sigmoid_loss,
+    softmax_loss,
+    start_sigmoid,
+)
 from vitlab.training.parallel import Cluster
 
 
-def test_softmax_takes_soft_targets() -> None:
+def test_softmax_accepts_soft_targets() -> None:
     logits, targets = torch.randn(6, 5), torch.rand(6, 5).softmax(-1)
     torch.testing.assert_close(softmax_loss(logits, targets), F.cross_entropy(logits, targets))
 
@@ -30,7 +37,7 @@ def test_sigmoid_sums_over_classes() -> None:
     assert sigmoid_loss(logits, targets).item() == pytest.approx(total / 4, rel=1e-5)
 
 
-def test_a_fresh_sigmoid_head_says_no() -> None:
+def test_a_fresh_sigmoid_head_answers_no() -> None:
     head = nn.Linear(4, 21_000)
     nn.init.zeros_(head.weight)
     start_sigmoid(head)
@@ -70,7 +77,7 @@ class Plain(nn.Module):
         return self.head(images.flatten(1))
 
 
-def test_uneven_batches_are_counted_whole() -> None:
+def test_uneven_batches_are_counted_completely() -> None:
     torch.manual_seed(1)
     model, parts = Plain(), batches([7, 7, 3])
     images, labels = torch.cat([p.images for p in parts]), torch.cat([p.labels for p in parts])
@@ -79,6 +86,7 @@ def test_uneven_batches_are_counted_whole() -> None:
     assert counts == Counts(17, right, 17)  # four classes: all among the first five
     assert Counts(3, 1, 2) + Counts(4, 2, 3) == Counts(7, 3, 5)
     cpu = torch.device("cpu")
-    report = measure(Classify(softmax_loss), model, iter(parts), partial(blank, (2, 2), cpu), Cluster(cpu), passes=5)
+    spare = partial(blank_batch, (2, 2), cpu)
+    report = measure_objective(Classification(softmax_loss), model, parts, spare, Cluster(cpu), passes=5)
     assert report["accuracy"] == right / 17
     assert report["loss"] == pytest.approx(F.cross_entropy(model(images), labels).item(), rel=1e-6)

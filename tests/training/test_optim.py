@@ -10,12 +10,20 @@ import vitlab
 from vitlab.models.resnet import ResNet
 from vitlab.models.vit import ViT
 from vitlab.training.masked import MaskedPatches
-from vitlab.training.optim import Average, clip, decays, learning_rate, make_optimizer, set_rate
+from vitlab.training.optim import (
+    Average,
+    Decay,
+    clip_gradients,
+    is_decayed,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+)
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 7, 50])
 @pytest.mark.parametrize("decay", ["linear", "cosine", "constant"])
-def test_rate_at_every_step(decay: str, warmup: int) -> None:
+def test_rate_at_every_step(decay: Decay, warmup: int) -> None:
     base, steps = 3e-3, 173
     for step in range(steps):
         if step < warmup:
@@ -61,10 +69,10 @@ def test_only_kernels_decay(kind: str) -> None:
     kernels = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)}
     assert kernels
     for name, parameter in model.named_parameters():
-        assert decays(name, parameter) == (id(parameter) in kernels), name
+        assert is_decayed(name, parameter) == (id(parameter) in kernels), name
 
 
-def test_decay_moves_kernels_and_nothing_else() -> None:
+def test_decay_changes_kernels_and_nothing_else() -> None:
     """With zero gradients a step is decay alone: kernels shrink by 1 - lr * decay, all else stays bit for bit."""
     model = vitlab.create("Ti/16", **SMALL, positions="relative")
     for p in model.parameters():
@@ -72,7 +80,7 @@ def test_decay_moves_kernels_and_nothing_else() -> None:
         p.grad = torch.zeros_like(p)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = make_optimizer(model, "adamw", weight_decay=0.3, betas=(0.9, 0.999), momentum=0.0)
-    set_rate(optimizer, 0.1)
+    set_learning_rate(optimizer, 0.1)
     optimizer.step()
     for name, p in model.named_parameters():
         if name.endswith("weight") and "norm" not in name:
@@ -88,9 +96,9 @@ def test_clip_scales_to_the_norm() -> None:
         p.grad = torch.randn_like(p)
     own = [p.grad.clone() for p in layers[:2] if p.grad is not None]
     norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in own))
-    assert float(clip(layers, 0.0)) == pytest.approx(norm, rel=1e-6)
+    assert float(clip_gradients(layers, 0.0)) == pytest.approx(norm, rel=1e-6)
     assert all(torch.equal(p.grad, g) for p, g in zip(layers, own, strict=False))
-    assert float(clip(layers, 1.0)) == pytest.approx(norm, rel=1e-6)
+    assert float(clip_gradients(layers, 1.0)) == pytest.approx(norm, rel=1e-6)
     for p, g in zip(layers, own, strict=False):
         torch.testing.assert_close(p.grad, g / norm, rtol=1e-5, atol=0)
 
@@ -106,7 +114,7 @@ def test_average_is_the_recursion_and_gives_the_weights_back() -> None:
         d = min(0.5, (1 + step) / (10 + step))
         slow = {name: d * slow[name] + (1 - d) * p.detach().double() for name, p in layer.named_parameters()}
     own = {name: p.detach().clone() for name, p in layer.named_parameters()}
-    with average.applied():
+    with average.swap_in():
         for name, p in layer.named_parameters():
             torch.testing.assert_close(p.double(), slow[name], rtol=1e-5, atol=1e-6)
     assert all(torch.equal(p, own[name]) for name, p in layer.named_parameters())

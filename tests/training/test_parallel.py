@@ -1,9 +1,10 @@
-"""Several processes on one machine: the same run as one, tested over every image once, taken up by any number."""
+"""Several processes on one machine: the same run as one, tested over every image once, resumed by any number."""
 
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -31,29 +32,29 @@ TESTS = 599  # digits held out: a prime, so no number of processes divides it
 
 
 def command(processes: int, *words: str, restarts: int = 0) -> list[str]:
-    """The words as they are, or under torchrun."""
+    """A command, plain for one process and under torchrun for more."""
     if processes == 1:
         return list(words)
     own = ["--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}", "--no-python"]
     return [sys.executable, "-m", "torch.distributed.run", *own, *words]
 
 
-def go(*words: str) -> None:
+def call(*words: str) -> None:
     done = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def train(out: Path, processes: int, *settings: str, resume: bool = False) -> None:
     words = [str(VITLAB), "train", "digits", "--out", str(out), *SETTINGS, *settings]
-    go(*command(processes, *words, *(["--resume"] if resume else [])))
+    call(*command(processes, *words, *(["--resume"] if resume else [])))
 
 
-def measured(run: Path, spare: Path, processes: int, *settings: str) -> dict[str, Any]:
+def measure_by(run: Path, spare: Path, processes: int, *settings: str) -> dict[str, Any]:
     """The test report of a run's last checkpoint, by so many processes."""
     folder, target = spare / "copy", spare / "measured.json"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(run, folder)
-    go(*command(processes, sys.executable, str(HERE / "measure_run.py"), str(folder), str(target), *settings))
+    call(*command(processes, sys.executable, str(HERE / "measure_run.py"), str(folder), str(target), *settings))
     found: dict[str, Any] = json.loads(target.read_text())
     assert found["world"] == processes
     return found
@@ -86,7 +87,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("three") / "run"
     train(out, 3, "steps=30", "checkpoint_every=10", "parallel=fsdp", "ema=0.9")
     last, old = out / "checkpoints" / "last", out / "checkpoints" / "last.old"
-    assert not (last / "state.safetensors").exists()  # in pieces
+    assert not (last / "state.safetensors").exists()  # in shards
     shutil.rmtree(last)
     old.rename(last)
     return out
@@ -94,9 +95,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_any_number_of_processes_tests_to_the_same_counts(stopped: Path, tmp_path: Path) -> None:
-    """1, 2 and 3 processes, whole and sharded, load what three wrote and count every image once."""
-    reports = [measured(stopped, tmp_path, 1)]
-    reports += [measured(stopped, tmp_path, n, f"parallel={kind}") for n in (2, 3) for kind in ("ddp", "fsdp")]
+    """1, 2 and 3 processes, sharded or not, load what three wrote and count every image once."""
+    reports = [measure_by(stopped, tmp_path, 1)]
+    reports += [measure_by(stopped, tmp_path, n, f"parallel={kind}") for n in (2, 3) for kind in ("ddp", "fsdp")]
     for report in reports:
         assert report["step"] == 20
         for key in ("accuracy", "accuracy5"):
@@ -107,7 +108,7 @@ def test_any_number_of_processes_tests_to_the_same_counts(stopped: Path, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "parallel"), [(1, "ddp"), (2, "fsdp"), (2, "ddp")])
-def test_another_number_of_processes_goes_on(stopped: Path, tmp_path: Path, processes: int, parallel: str) -> None:
+def test_another_number_of_processes_continues(stopped: Path, tmp_path: Path, processes: int, parallel: str) -> None:
     out = tmp_path / "run"
     shutil.copytree(stopped, out)
     before = [r for r in records(stopped) if "loss" in r]
@@ -127,7 +128,7 @@ def test_another_number_of_processes_goes_on(stopped: Path, tmp_path: Path, proc
 def test_a_killed_process_costs_nothing(tmp_path: Path) -> None:
     """One of three is killed in the middle: torchrun starts them again, and the run ends as if nothing had happened."""
     settings = ("steps=60", "checkpoint_every=10", "ema=0.9", "parallel=fsdp")
-    train(tmp_path / "whole", 3, *settings)
+    train(tmp_path / "plain", 3, *settings)
     out = tmp_path / "cut"
     words = command(3, str(VITLAB), "train", "digits", "--out", str(out), *SETTINGS, *settings, restarts=2)
     with subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True) as run:
@@ -135,13 +136,37 @@ def test_a_killed_process_costs_nothing(tmp_path: Path) -> None:
         assert (out / "checkpoints" / "last").exists()
         victim = next(p for p in psutil.Process(run.pid).children(recursive=True) if p.environ().get("RANK") == "1")
         victim.send_signal(signal.SIGKILL)
-        _, said = run.communicate(timeout=240)
-    assert run.returncode == 0, said[-3000:]
-    assert "exitcode: -9" in said  # it was really lost
-    whole, cut = ([r for r in records(folder) if "loss" in r] for folder in (tmp_path / "whole", out))
+        _, printed = run.communicate(timeout=240)
+    assert run.returncode == 0, printed[-3000:]
+    assert "exitcode: -9" in printed  # it was really lost
+    plain, cut = ([r for r in records(folder) if "loss" in r] for folder in (tmp_path / "plain", out))
     assert [r["step"] for r in cut] == list(range(1, 61))
-    assert cut[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=1e-6)
-    assert records(tmp_path / "whole")[-1]["test"]["accuracy"] == records(out)[-1]["test"]["accuracy"]
+    assert cut[-1]["loss"] == pytest.approx(plain[-1]["loss"], rel=1e-6)
+    assert records(tmp_path / "plain")[-1]["test"]["accuracy"] == records(out)[-1]["test"]["accuracy"]
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_wait_for_other_processes(tmp_path: Path) -> None:
+    """The first of two processes waits for the second, which never starts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = [str(VITLAB), "train", "digits", "--out", str(tmp_path / "run"), *SETTINGS, "steps=2"]
+
+    def is_waiting() -> bool:
+        return any(c.laddr and c.laddr.port == port for c in psutil.Process(run.pid).net_connections())
+
+    with subprocess.Popen(words, env=os.environ | group, stderr=subprocess.PIPE, text=True) as run:
+        wait_for(is_waiting, run)
+        time.sleep(0.5)
+        run.send_signal(signal.SIGTERM)
+        try:
+            _, printed = run.communicate(timeout=20)
+        finally:
+            run.kill()
+    assert run.returncode == 128 + signal.SIGTERM, printed
+    assert "--resume" in printed
 
 
 def steps_logged(out: Path) -> int:
@@ -178,7 +203,9 @@ def test_shards_give_every_image_once_per_epoch(tmp_path: Path) -> None:
     for world in (1, 2, 3):
         target = tmp_path / f"world{world}"
         target.mkdir()
-        go(*command(world, sys.executable, str(HERE / "read_shards.py"), f"{tmp_path}/*.tar", str(target), "12", "10"))
+        call(
+            *command(world, sys.executable, str(HERE / "read_shards.py"), f"{tmp_path}/*.tar", str(target), "12", "10")
+        )
         ranks = [(target / f"rank{r}.jsonl").read_text().splitlines() for r in range(world)]
         batches[world] = [[name for line in step for name in json.loads(line)] for step in zip(*ranks, strict=True)]
     for world, steps in batches.items():

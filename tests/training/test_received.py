@@ -1,4 +1,4 @@
-"""A run's folder that came from somebody else: nothing in it is run, and nothing it names is opened unasked."""
+"""A run's folder from an untrusted source: nothing in it is run, and nothing it names is opened unasked."""
 
 import json
 import os
@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from small_runs import SMALL, go, records
+from small_runs import records, skip_report, train_small
 
 from vitlab.errors import UserError
 from vitlab.report import write_report
 from vitlab.training import trust
-from vitlab.training.loop import train
 from vitlab.training.setup import continued_recipe
 
 Command = Callable[..., tuple[int, str, str]]
@@ -35,12 +34,12 @@ def photos(folder: Path, count: int = 6) -> Path:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete run of this user's, on photos beside it."""
     home = tmp_path_factory.mktemp("made")
-    go(home / "run", data=str(photos(home / "photos")), steps=4, batch=4, micro=4, warmup=0)
+    train_small(home / "run", data=str(photos(home / "photos")), steps=4, batch=4, micro=4, warmup=0)
     return home / "run"
 
 
-def received(made: Path, place: Path, **changes: Any) -> Path:
-    """A copy whose recipe says other things; without the model, it asks to be continued."""
+def receive(made: Path, place: Path, **changes: Any) -> Path:
+    """A copy of a run with a changed recipe."""
     shutil.copytree(made, place)
     content = json.loads((place / "recipe.json").read_text())
     content["recipe"] |= changes
@@ -52,7 +51,7 @@ def received(made: Path, place: Path, **changes: Any) -> Path:
 
 
 def test_a_report_runs_no_command(made: Path, tmp_path: Path, command: Command) -> None:
-    run = received(made, tmp_path / "run", data=f"pipe:touch {tmp_path}/ran; exit 1")
+    run = receive(made, tmp_path / "run", data=f"pipe:touch {tmp_path}/ran; exit 1")
     code, _, printed = command("report", str(run))
     assert not (tmp_path / "ran").exists()
     assert code == 1
@@ -60,8 +59,8 @@ def test_a_report_runs_no_command(made: Path, tmp_path: Path, command: Command) 
 
 
 @pytest.mark.parametrize("verb", [["train"], ["finetune", "digits"]])
-def test_a_continuation_runs_no_command(made: Path, tmp_path: Path, command: Command, verb: list[str]) -> None:
-    run = received(made, tmp_path / "run", data=f"pipe:touch {tmp_path}/ran; exit 1")
+def test_resuming_runs_no_command(made: Path, tmp_path: Path, command: Command, verb: list[str]) -> None:
+    run = receive(made, tmp_path / "run", data=f"pipe:touch {tmp_path}/ran; exit 1")
     code, _, printed = command(*verb, "--out", str(run), "--resume")
     assert not (tmp_path / "ran").exists()
     assert code == 1
@@ -74,15 +73,15 @@ def test_a_restarted_process_runs_no_command(
     made: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    run = received(made, tmp_path / "run", data=f"pipe:touch {tmp_path}/ran; exit 1")
+    run = receive(made, tmp_path / "run", data=f"pipe:touch {tmp_path}/ran; exit 1")
     code, _, printed = command("train", "--out", str(run))
     assert not (tmp_path / "ran").exists()
     assert code == 1
     assert "only taken from the command line" in printed.replace("\n", " ")
 
 
-def test_even_of_ones_own_folder_a_command_is_asked_for_again(made: Path, tmp_path: Path) -> None:
-    run = received(made, tmp_path / "run", data=f"pipe:touch {tmp_path}/ran; exit 1")
+def test_even_ones_own_command_must_be_named_again(made: Path, tmp_path: Path) -> None:
+    run = receive(made, tmp_path / "run", data=f"pipe:touch {tmp_path}/ran; exit 1")
     trust.remember(run / "recipe.json")
     with pytest.raises(UserError, match="only taken from the command line"):
         continued_recipe(run, [])
@@ -92,8 +91,8 @@ def test_even_of_ones_own_folder_a_command_is_asked_for_again(made: Path, tmp_pa
 
 
 def test_a_command_on_the_command_line_is_run(made: Path, tmp_path: Path, command: Command) -> None:
-    """The other side: what the user types is what happens."""
-    run = received(made, tmp_path / "run", data="pipe:touch nowhere")
+    """What the user types is run."""
+    run = receive(made, tmp_path / "run", data="pipe:touch nowhere")
     code, _, printed = command("report", str(run), f"pipe:touch {tmp_path}/ran; exit 3")
     assert (tmp_path / "ran").exists()
     assert code == 1
@@ -103,9 +102,9 @@ def test_a_command_on_the_command_line_is_run(made: Path, tmp_path: Path, comman
 # ---- paths
 
 
-def test_a_strangers_path_is_not_opened(made: Path, tmp_path: Path, command: Command) -> None:
+def test_an_untrusted_path_is_not_opened(made: Path, tmp_path: Path, command: Command) -> None:
     private = photos(tmp_path / "private")
-    run = received(made, tmp_path / "run", data=str(private))
+    run = receive(made, tmp_path / "run", data=str(private))
     shutil.rmtree(run / "checkpoints")
     (run / "report.html").unlink(missing_ok=True)
     code, _, printed = command("report", str(run))
@@ -117,8 +116,8 @@ def test_a_strangers_path_is_not_opened(made: Path, tmp_path: Path, command: Com
     assert f"name the data to use: vitlab train --out {run} --resume data=DATA" in printed.replace("\n", " ")
 
 
-def test_named_on_the_command_line_it_is(made: Path, tmp_path: Path, command: Command) -> None:
-    run = received(made, tmp_path / "run", data="/nowhere")
+def test_a_path_on_the_command_line_is_opened(made: Path, tmp_path: Path, command: Command) -> None:
+    run = receive(made, tmp_path / "run", data="/nowhere")
     (run / "model.safetensors").unlink()
     (run / "config.json").unlink()
     data = str(made.parent / "photos")
@@ -127,48 +126,49 @@ def test_named_on_the_command_line_it_is(made: Path, tmp_path: Path, command: Co
     assert (run / "report.html").exists()
 
 
-def test_strange_weights_are_not_opened(made: Path, tmp_path: Path) -> None:
-    run = received(made, tmp_path / "run", weights=str(made))
+def test_untrusted_weights_are_not_opened(made: Path, tmp_path: Path) -> None:
+    run = receive(made, tmp_path / "run", weights=str(made))
     data = f"data={made.parent / 'photos'}"
-    assert continued_recipe(run, [data]) is not None  # the checkpoint goes before them
+    assert continued_recipe(run, [data]) is not None  # the checkpoint replaces them
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(UserError, match=r"weights .* are not opened unasked"):
         continued_recipe(run, [data])
     assert continued_recipe(run, [data, f"weights={made}"]) is not None
 
 
-def test_ones_own_run_needs_no_asking(made: Path, tmp_path: Path, command: Command) -> None:
+def test_ones_own_run_is_trusted(made: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it was moved, as its recipe is the same."""
     moved = tmp_path / "moved"
     shutil.copytree(made, moved)
-    assert command("train", "--out", str(moved), "--resume")[0] == 0
     assert command("report", str(made))[0] == 0
+    skip_report(monkeypatch)
+    assert command("train", "--out", str(moved), "--resume")[0] == 0
 
 
-def test_built_in_sets_need_no_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go(tmp_path / "run", steps=4)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "somebody-else"))
-    assert not trust.known(tmp_path / "run" / "recipe.json")
+def test_built_in_sets_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_small(tmp_path / "run", steps=4)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another-user"))
+    assert not trust.is_trusted(tmp_path / "run" / "recipe.json")
     assert continued_recipe(tmp_path / "run", []) is not None
     assert write_report(tmp_path / "run").exists()
 
 
-def test_a_home_that_cannot_be_written_costs_the_comfort_alone(
+def test_a_home_that_cannot_be_written_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    go(tmp_path / "run", steps=4)
+    train_small(tmp_path / "run", steps=4)
     assert "ask for this run's data again" in capsys.readouterr().err
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
 def test_the_report_of_a_run_uses_the_data_that_is_open(tmp_path: Path) -> None:
     """Even piped: the command line named it a moment ago."""
-    outcome = train(SMALL, tmp_path / "run")
+    result = train_small(tmp_path / "run", steps=4)
     path = tmp_path / "run" / "recipe.json"
     path.write_text(path.read_text().replace('"digits"', '"pipe:false"'))
-    assert write_report(outcome.folder, outcome.data).exists()
+    assert write_report(result.folder, result.data).exists()
 
 
 # ---- links
@@ -185,7 +185,7 @@ def test_links_are_neither_read_nor_written_through(made: Path, tmp_path: Path, 
     path.symlink_to(target)
     recipe = {"data": str(made.parent / "photos"), "steps": 4, "batch": 4, "micro": 4, "warmup": 0}
     with pytest.raises(UserError, match=path.name):
-        go(run, resume=True, **recipe)
+        train_small(run, resume=True, **recipe)
     with pytest.raises(UserError, match=path.name):
         write_report(run, str(made.parent / "photos"))
     assert target.read_text() == "precious\n" * 1000
@@ -196,12 +196,12 @@ def test_a_pipe_in_the_folder_blocks_nothing(made: Path, tmp_path: Path) -> None
     shutil.copytree(made, run)
     (run / "recipe.json").unlink()
     os.mkfifo(run / "recipe.json")
-    with pytest.raises(UserError, match="no file of its own"):
+    with pytest.raises(UserError, match="no regular file"):
         write_report(run)
 
 
 def test_checkpoints_name_their_own_files_alone(made: Path, tmp_path: Path) -> None:
-    """A digest of a file elsewhere would tell its maker whether it is there."""
+    """A digest of a file elsewhere would reveal whether it is there."""
     run = tmp_path / "run"
     shutil.copytree(made, run)
     from vitlab.training import checkpoint
@@ -211,7 +211,7 @@ def test_checkpoints_name_their_own_files_alone(made: Path, tmp_path: Path) -> N
     content = json.loads(path.read_text())
     del content["digest"]
     content["sha256"]["../../../elsewhere"] = "0" * 64
-    path.write_text(json.dumps(content | {"digest": checkpoint.digest(content)}))
+    path.write_text(json.dumps(content | {"digest": checkpoint.meta_digest(content)}))
     with pytest.raises(UserError, match="not in its folder"):
         checkpoint.read_meta(path.parent)
     assert len(records(run)) > 0

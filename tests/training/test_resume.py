@@ -1,4 +1,4 @@
-"""A run that was cut off anywhere and continued is the run that was not."""
+"""A run that was interrupted anywhere and resumed equals the run that was not."""
 
 import dataclasses
 import json
@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_runs import SMALL, assert_same_run, go, records
+from small_runs import SMALL, assert_same_run, plain_run, records, train_small
 
 from vitlab.errors import Stopped, UserError
-from vitlab.training import checkpoint
-from vitlab.training.loop import Run
+from vitlab.training.checkpoint import read_checkpoint
+from vitlab.training.trainer import Trainer
 from vitlab.weights import load as load_model
 
 VITLAB = Path(sys.executable).with_name("vitlab")
@@ -34,67 +34,60 @@ class Killed(BaseException):
 @contextmanager
 def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The run dies in the middle of a step."""
-    whole = Run.backward
+    plain = Trainer.accumulate
 
-    def backward(self: Run, now: int) -> torch.Tensor:
-        loss = whole(self, now)
+    def accumulate(self: Trainer, now: int) -> torch.Tensor:
+        loss = plain(self, now)
         if now == step:
             raise Killed
         return loss
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "backward", backward)
+        patch.setattr(Trainer, "accumulate", accumulate)
         with pytest.raises(Killed):
             yield
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("whole") / "run"
-    go(out)
-    return out
-
-
-def test_killed_again_and_again(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
     for i, step in enumerate((2, 4, 9, 10, 19)):  # before the first checkpoint, after one, between two, at the end
         with killed_at(step, monkeypatch):
-            go(out, resume=i > 0)
-    go(out, resume=True)
-    assert_same_run(whole, out)
+            train_small(out, resume=i > 0)
+    train_small(out, resume=True)
+    assert_same_run(plain_run(), out)
 
 
-def test_another_seed_is_another_run(whole: Path, tmp_path: Path) -> None:
+def test_another_seed_is_another_run(tmp_path: Path) -> None:
     """The comparison would notice."""
-    go(tmp_path / "run", seed=6)
+    train_small(tmp_path / "run", seed=6)
     with pytest.raises(AssertionError):
-        assert_same_run(whole, tmp_path / "run")
+        assert_same_run(plain_run(), tmp_path / "run")
 
 
-def test_stopping_saves_first(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopping_saves_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
-    plain = Run.backward
+    plain = Trainer.accumulate
 
-    def backward(self: Run, step: int) -> torch.Tensor:
+    def accumulate(self: Trainer, step: int) -> torch.Tensor:
         if step == 6:
             os.kill(os.getpid(), signal.SIGTERM)
         return plain(self, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "backward", backward)
+        patch.setattr(Trainer, "accumulate", accumulate)
         with pytest.raises(Stopped, match="step 7 of 20") as stop:
-            go(out)
+            train_small(out)
     assert stop.value.code == 128 + signal.SIGTERM
     assert json.loads((out / "checkpoints" / "last" / "state.json").read_text())["step"] == 7
-    go(out, resume=True)
-    assert_same_run(whole, out)
+    train_small(out, resume=True)
+    assert_same_run(plain_run(), out)
 
 
-def test_finishing_a_finished_run_changes_nothing(whole: Path, tmp_path: Path) -> None:
+def test_finishing_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    go(out)
-    assert go(out, resume=True).report == go(out, resume=True).report
-    assert_same_run(whole, out)
+    train_small(out)
+    assert train_small(out, resume=True).report == train_small(out, resume=True).report
+    assert_same_run(plain_run(), out)
 
 
 def photos(folder: Path) -> Path:
@@ -114,78 +107,79 @@ def test_another_number_of_workers_mid_epoch(tmp_path: Path, monkeypatch: pytest
     recipe = dataclasses.replace(
         SMALL, model="Ti/28", data=str(photos(tmp_path / "photos")), image_size=(112, 112), batch=6, micro=3, steps=12
     )
-    go(tmp_path / "one", recipe=recipe, workers=1)
+    recipe = dataclasses.replace(recipe, evaluate_every=12)  # every test starts its own workers
+    train_small(tmp_path / "one", recipe=recipe, workers=0)
     with killed_at(7, monkeypatch):  # 48 of 27 images: in the middle of the second epoch
-        go(tmp_path / "two", recipe=recipe, workers=0)
-    go(tmp_path / "two", recipe=recipe, workers=2, resume=True)
+        train_small(tmp_path / "two", recipe=recipe, workers=1)
+    train_small(tmp_path / "two", recipe=recipe, workers=2, resume=True)
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
 # ---- what can go wrong
 
 
-def test_a_run_is_not_overwritten(whole: Path) -> None:
+def test_a_run_is_not_overwritten() -> None:
     with pytest.raises(UserError, match="--resume"):
-        go(whole)
+        train_small(plain_run())
 
 
 @pytest.mark.parametrize(("change", "named"), [({"lr": 1e-4}, "lr"), ({"steps": 30}, "steps"), ({"seed": 1}, "seed")])
-def test_another_recipe_is_refused_by_name(whole: Path, change: dict[str, object], named: str) -> None:
+def test_another_recipe_is_rejected_by_name(change: dict[str, object], named: str) -> None:
     with pytest.raises(UserError, match=f"another {named} "):
-        go(whole, resume=True, **change)
+        train_small(plain_run(), resume=True, **change)
 
 
-def test_another_augmentation_is_refused_by_name(whole: Path) -> None:
+def test_another_augmentation_is_rejected_by_name() -> None:
     augment = dataclasses.replace(SMALL.augment, mixup=0.1)
     with pytest.raises(UserError, match="another mixup "):
-        go(whole, resume=True, augment=augment)
+        train_small(plain_run(), resume=True, augment=augment)
 
 
-def test_a_torn_checkpoint_is_passed_over(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_damaged_checkpoint_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     with killed_at(13, monkeypatch):
-        go(out)
+        train_small(out)
     path = out / "checkpoints" / "last" / "state.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    go(out, resume=True)
-    assert "torn" in capsys.readouterr().err
-    assert_same_run(whole, out)
+    train_small(out, resume=True)
+    assert "damaged" in capsys.readouterr().err
+    assert_same_run(plain_run(), out)
 
 
-def test_disk_full(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No file may grow beyond a size that the log keeps to and a checkpoint does not."""
     out = tmp_path / "run"
     with killed_at(6, monkeypatch):
-        go(out)
+        train_small(out)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
         with pytest.raises(UserError, match=r"could not write .*checkpoints.*--resume"):
-            go(out, resume=True)
+            train_small(out, resume=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert json.loads((out / "checkpoints" / "last" / "state.json").read_text())["step"] == 4
-    go(out, resume=True)
-    assert_same_run(whole, out)
+    train_small(out, resume=True)
+    assert_same_run(plain_run(), out)
 
 
-def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with pytest.raises(UserError, match=r"diverged.*lower lr"):
-        go(out, lr=1e30, warmup=0, clip=0.0, checkpoint_every=1)
+        train_small(out, lr=1e30, warmup=0, clip=0.0, checkpoint_every=1)
     kept = out / "checkpoints" / "last"
     assert kept.exists()
-    assert all(tensor.isfinite().all() for key, tensor in checkpoint.load(kept).items() if key.startswith("model/"))
+    assert all(tensor.isfinite().all() for key, tensor in read_checkpoint(kept).items() if key.startswith("model/"))
 
 
-def test_the_folder_is_the_model(whole: Path) -> None:
-    model = load_model(whole)
+def test_the_folder_is_the_model() -> None:
+    model = load_model(plain_run())
     assert model.config.classes == 10
-    best = load_model(whole / "checkpoints" / "best")
+    best = load_model(plain_run() / "checkpoints" / "best")
     assert best.config == model.config
-    last = records(whole)[-1]
+    last = records(plain_run())[-1]
     assert last["step"] == 20
     assert {"test", "ema"} <= last.keys()
 
@@ -206,7 +200,7 @@ def test_sigkill_at_five_random_steps(tmp_path: Path) -> None:
         log = out / "log.jsonl"
         return log.read_bytes().count(b'"lr"') if log.exists() else 0
 
-    assert start(tmp_path / "whole", False).wait(300) == 0
+    assert start(tmp_path / "plain", False).wait(300) == 0
     draw = random.Random(time.time())
     for i, step in enumerate(sorted(draw.sample(range(5, 115), 5))):
         process = start(tmp_path / "cut", i > 0)
@@ -216,7 +210,7 @@ def test_sigkill_at_five_random_steps(tmp_path: Path) -> None:
         process.kill()
         assert process.wait() in (-signal.SIGKILL, 0)
     assert start(tmp_path / "cut", True).wait(300) == 0
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert_same_run(tmp_path / "plain", tmp_path / "cut")
 
 
 @pytest.mark.slow
@@ -229,15 +223,15 @@ def test_asked_to_stop(tmp_path: Path, number: signal.Signals) -> None:
         time.sleep(0.1)
         assert process.poll() is None
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    _, printed = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    assert "continue with --resume" in said
+    assert "continue with --resume" in printed
     assert (tmp_path / "run" / "checkpoints" / "last" / "state.json").exists()
 
 
 @pytest.mark.slow
 def test_digits_are_learned(tmp_path: Path) -> None:
-    """The model is right, not only the plumbing: 98 % of the held-out third, in under two minutes on two cores."""
+    """The model learns: 98 % of the held-out third, in under two minutes on two cores."""
     began = time.monotonic()
     done = subprocess.run([VITLAB, "train", "digits", "--out", tmp_path / "run"], stdout=subprocess.DEVNULL)
     assert done.returncode == 0

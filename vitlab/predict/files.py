@@ -89,7 +89,7 @@ def pour(
     Returns the signal that asked to stop, which waits for the end of a batch, or 0.
     """
     head = form.head() if rank == 0 else ""
-    with progress(outcome.total, shown=rank == 0 and not file.isatty()) as bar, catch_stop_signals() as asked:
+    with progress(outcome.total, shown=rank == 0 and not file.isatty()) as bar, catch_stop_signals() as signals:
         for found in stream:
             if found.good:
                 write(file, head + form.lines(found.good))
@@ -97,8 +97,8 @@ def pour(
                 head = ""
             outcome.note(found.broken)
             bar.advance(bar.task_ids[0], len(found.good) + len(found.broken))
-            if asked:
-                return asked[-1]
+            if signals.number:
+                return signals.number
     if world > 1:
         write(file, head)  # the other parts may have answers
     return 0

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from vitlab.errors import UserError
 from vitlab.training.checkpoint import check_own_files
-from vitlab.training.loop import LOG
+from vitlab.training.log import LOG, number, part, read_log
 from vitlab.training.recipe import Recipe
-from vitlab.training.recorder import number, part, read_log
 from vitlab.training.setup import RECIPE, Stored, read_run
 from vitlab.weights.formats.vitlab import WEIGHTS
 

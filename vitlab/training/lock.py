@@ -1,7 +1,7 @@
-"""One process at a time works in a run's folder.
+"""One process at a time trains in a run's folder.
 
-The lock belongs to the process: the system drops it with the process, however that ends. Its file stays, and says who
-holds the lock.
+The lock belongs to the process: the system drops it with the process, however that ends. The lock's file remains, and
+names the process that holds it.
 """
 
 import contextlib
@@ -21,56 +21,58 @@ from vitlab.training.parallel import Cluster
 
 NAME = ".lock"
 HELD = (errno.EACCES, errno.EAGAIN)
-ours: set[str] = set()  # folders this process works in: to the system, a process never stands in its own way
+own_folders: set[str] = set()  # locked by this process: the system would let it lock them again
 
 
 @contextmanager
-def locked(out: Path, cluster: Cluster) -> Iterator[None]:
-    """The folder for this run alone. Of many processes the first holds the lock; where it cannot, all of them end."""
+def run_lock(out: Path, cluster: Cluster) -> Iterator[None]:
+    """Lock a run's folder. Of several processes the first holds the lock; if it cannot, all of them end."""
     with contextlib.ExitStack() as stack:
 
-        def take() -> None:
-            stack.enter_context(held(out))
+        def enter() -> None:
+            stack.enter_context(folder_lock(out))
 
-        cluster.agree(take)
+        cluster.agree(enter)
         yield
 
 
 @contextmanager
-def held(out: Path) -> Iterator[None]:
+def folder_lock(out: Path) -> Iterator[None]:
+    """Lock a folder for this process; raises UserError where it is locked already."""
     try:
         import fcntl
     except ImportError:
-        warn(f"this system has no file locks: take care that nothing else trains in {out}")
+        warn(f"this system has no file locks: make sure that nothing else trains in {out}")
         yield
         return
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         place = str(out.resolve())
-        if place in ours:  # before the file is opened: closing it would drop the lock this process holds
+        if place in own_folders:  # before the file is opened: closing it would drop the lock this process holds
             raise UserError(f"this process trains in {out} already; choose another --out")
-        number = os.open(out / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    with os.fdopen(number, "r+b", buffering=0) as file:
+        handle = os.open(out / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    with os.fdopen(handle, "r+b", buffering=0) as file:
         try:
-            # of the two kinds, the one that children do not inherit and that NFS has always known
+            # POSIX locks, not flock: child processes do not inherit them, and all versions of NFS have them
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in HELD:
-                raise UserError(f"{out} is in use by {holder(file.read(4096))}; wait for it, or stop it") from None
-            warn(f"{out} lies where files cannot be locked ({error.strerror}): nothing else may train there now")
+                holder = describe_holder(file.read(4096))
+                raise UserError(f"{out} is in use by {holder}; wait for it, or stop it") from None
+            warn(f"files in {out} cannot be locked ({error.strerror}): make sure that nothing else trains there")
         with disk_errors(out):
             file.truncate()
             about = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
             file.write(json.dumps(about).encode())
-        ours.add(place)
+        own_folders.add(place)
         try:
             yield
         finally:
-            ours.discard(place)
+            own_folders.discard(place)
 
 
-def holder(text: bytes) -> str:
-    """Who wrote the lock file; anybody may have, so nothing in it is taken on trust."""
+def describe_holder(text: bytes) -> str:
+    """The process that a lock file names; the file may hold anything, so its content is checked."""
     try:
         about = json.loads(text)
         pid, host, since = int(about["pid"]), str(about["host"])[:64], str(about["since"])[:32]

@@ -1,8 +1,8 @@
 """Masked patch prediction, the paper's self-supervision: corrupt half of the patches, predict their mean color.
 
-Of the corrupted patches 80 % become a learned mask embedding, 10 % another patch's embedding, 10 % stay as they
-are. The target is the patch's mean color in 3 bits a channel: 8 x 8 x 8 = 512 classes. What becomes of a patch
-is a hash of (seed, step, image, patch), so a resumed run corrupts the same patches.
+Of the corrupted patches 80 % become a learned mask embedding, 10 % another patch's embedding, and 10 % stay as they
+are. The target is the patch's mean color in 3 bits a channel: 8 x 8 x 8 = 512 classes. How a patch is corrupted is a
+hash of (seed, step, image, patch), so a resumed run corrupts the same patches.
 
 Shapes: B batch, N patches, D width.
 """
@@ -20,41 +20,41 @@ from vitlab.device import send
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
 from vitlab.models.vit import ViT
-from vitlab.training.objectives import precise
+from vitlab.training.objectives import at_least_float32
 
 LEVELS = 8
 COLORS = LEVELS**3
 CORRUPTED, MASKED, SWAPPED = 0.5, 0.8, 0.1
-TEST = -1  # the step of evaluation
+TEST_STEP = -1  # in place of a training step, so that every test corrupts alike
 
 
 @dataclass(frozen=True)
 class Corruption:
-    """What becomes of each patch, all (B, N): which are to be predicted, which of them are masked or swapped."""
+    """How each patch is corrupted, all (B, N): which are to be predicted, which of them are masked or swapped."""
 
     chosen: Tensor
     masked: Tensor
     swapped: Tensor
-    other: Tensor  # the patch whose embedding a swapped one takes
+    other: Tensor  # the patch whose embedding a swapped one gets
 
 
 def corrupt(seed: int, step: int, index: Tensor, patches: int) -> Corruption:
-    """The fate of every patch of the images `index`, (B,), at a step."""
+    """Choose the corruption of every patch of the images number `index`, (B,), at a step."""
     place = torch.arange(patches, device=index.device)
-    image = mixed(mixed(mixed(torch.zeros_like(index, dtype=torch.long) + seed) + step) + index)  # (B,)
-    keys = mixed(image[:, None] + place)  # (B, N)
-    first, second = uniform(mixed(keys + 1)), uniform(mixed(keys + 2))
-    away = 1 + shifted(mixed(keys + 3), 1) % max(1, patches - 1)  # 1 ... N-1: always another patch
+    image = mix(mix(mix(torch.zeros_like(index, dtype=torch.long) + seed) + step) + index)  # (B,)
+    keys = mix(image[:, None] + place)  # (B, N)
+    first, second = uniform(mix(keys + 1)), uniform(mix(keys + 2))
+    distance = 1 + shift_right(mix(keys + 3), 1) % max(1, patches - 1)  # 1 ... N-1: always another patch
     chosen = first < CORRUPTED
     return Corruption(
         chosen,
         chosen & (second < MASKED),
         chosen & (second >= MASKED) & (second < MASKED + SWAPPED),
-        (place + away) % patches,
+        (place + distance) % patches,
     )
 
 
-def colors(images: Tensor, preprocess: Preprocess, stride: int) -> Tensor:
+def color_classes(images: Tensor, preprocess: Preprocess, stride: int) -> Tensor:
     """The class of each patch, (B, N): mean color in pixel space, 3 bits a channel, red the most significant."""
     mean, std = (send(np.array(x), images.device)[:, None, None] for x in (preprocess.mean, preprocess.std))
     pixels = images.float() * std + mean  # (B, 3, height, width) in [0, 1]
@@ -65,7 +65,7 @@ def colors(images: Tensor, preprocess: Preprocess, stride: int) -> Tensor:
 
 
 class MaskedPatches(nn.Module):
-    """A ViT that predicts the colors of corrupted patches; the ViT inside is what the run is for."""
+    """A ViT that predicts the colors of corrupted patches; the ViT inside is the run's product."""
 
     def __init__(self, vit: ViT) -> None:
         super().__init__()
@@ -78,18 +78,18 @@ class MaskedPatches(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, images: Tensor, fate: Corruption) -> Tensor:
+    def forward(self, images: Tensor, corruption: Corruption) -> Tensor:
         """Logits of the color of every patch, (B, N, 512)."""
         x = self.vit.patches(images)  # (B, N, D)
-        swapped = x.gather(1, fate.other[..., None].expand_as(x))
-        x = torch.where(fate.swapped[..., None], swapped, x)
-        x = torch.where(fate.masked[..., None], self.mask.to(x.dtype), x)
+        swapped = x.gather(1, corruption.other[..., None].expand_as(x))
+        x = torch.where(corruption.swapped[..., None], swapped, x)
+        x = torch.where(corruption.masked[..., None], self.mask.to(x.dtype), x)
         return self.head(self.vit.encode(x)[:, int(self.vit.config.token) :])
 
 
 @dataclass(frozen=True)
-class PredictPatches:
-    """The goal: colors of corrupted patches. On the test set every image is corrupted the same way each time."""
+class PatchPrediction:
+    """The objective: colors of corrupted patches. On the test set every image is corrupted the same way each time."""
 
     preprocess: Preprocess
     seed: int
@@ -97,15 +97,16 @@ class PredictPatches:
     stride: int
 
     def loss(self, module: nn.Module, batch: Batch, step: int) -> Tensor:
-        losses, _, _, fate = self.predict(module, batch, step)
+        losses, _, _, corruption = self.predict(module, batch, step)
         expected = CORRUPTED * losses.numel()  # not how many were drawn: a mean over micro-batches must add up
-        return (losses * fate.chosen).sum() / expected
+        return (losses * corruption.chosen).sum() / expected
 
-    def measure(self, module: nn.Module, batch: Batch) -> Tensor:
-        losses, logits, targets, fate = self.predict(module, batch, TEST)
-        right = (logits.argmax(-1) == targets) & fate.chosen
-        sums = torch.stack([fate.chosen.sum(), right.sum(), (losses * fate.chosen).sum()])
-        return torch.cat([sums, torch.bincount(targets[fate.chosen], minlength=COLORS).to(sums)])
+    def sums(self, module: nn.Module, batch: Batch) -> Tensor:
+        losses, logits, targets, corruption = self.predict(module, batch, TEST_STEP)
+        chosen = corruption.chosen
+        right = (logits.argmax(-1) == targets) & chosen
+        sums = torch.stack([chosen.sum(), right.sum(), (losses * chosen).sum()])
+        return torch.cat([sums, torch.bincount(targets[chosen], minlength=COLORS).to(sums)])
 
     def report(self, sums: list[float]) -> dict[str, float]:
         """`prior` is the least loss that any fixed guess can have on these patches: the entropy of their colors."""
@@ -117,11 +118,13 @@ class PredictPatches:
         return -report["loss"]
 
     def predict(self, module: nn.Module, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor, Corruption]:
-        fate = corrupt(self.seed, step, batch.index, self.grid[0] * self.grid[1])
-        targets = colors(batch.images, self.preprocess, self.stride)
-        logits = module(batch.images, fate)
-        losses = F.cross_entropy(precise(logits).flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-        return losses, logits, targets, fate
+        """Losses (B, N), logits (B, N, 512), targets (B, N) and the corruption of a batch."""
+        corruption = corrupt(self.seed, step, batch.index, self.grid[0] * self.grid[1])
+        targets = color_classes(batch.images, self.preprocess, self.stride)
+        logits = module(batch.images, corruption)
+        flat = at_least_float32(logits).flatten(0, 1)
+        losses = F.cross_entropy(flat, targets.flatten(), reduction="none").view_as(targets)
+        return losses, logits, targets, corruption
 
 
 # ---- splitmix64 on tensors, whose 64-bit integers wrap around
@@ -130,19 +133,19 @@ WRAP = 1 << 64
 GAMMA, FIRST, SECOND = (x - WRAP for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def mixed(x: Tensor) -> Tensor:
-    """Every bit of the input turns half of the bits of the output."""
+def mix(x: Tensor) -> Tensor:
+    """Hash 64-bit integers: every bit of the input flips half of the bits of the output."""
     x = x + GAMMA
-    x = (x ^ shifted(x, 30)) * FIRST
-    x = (x ^ shifted(x, 27)) * SECOND
-    return x ^ shifted(x, 31)
+    x = (x ^ shift_right(x, 30)) * FIRST
+    x = (x ^ shift_right(x, 27)) * SECOND
+    return x ^ shift_right(x, 31)
 
 
-def shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, filled with zeros; torch fills with the sign."""
+def shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift to the right and fill with zeros; torch fills with the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def uniform(x: Tensor) -> Tensor:
     """The upper 24 bits as a float32 in [0, 1), exact on every device."""
-    return shifted(x, 40).float() / (1 << 24)
+    return shift_right(x, 40).float() / (1 << 24)

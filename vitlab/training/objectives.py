@@ -1,13 +1,13 @@
 """What a run minimizes and how it is measured.
 
-A goal gives the mean loss per image of a batch. Each mean divides by a number that does not depend on chance, so
-that the mean of equal micro-batches is exactly the mean of the whole batch. For the test set a goal gives sums,
-which add up over batches and processes, and reads rates off them at the end.
+An objective gives the mean loss per image of a batch. Each mean divides by a number that does not depend on chance, so
+that the mean over equal micro-batches is exactly the mean over the batch. For the test set an objective gives sums,
+which add up over batches and processes, and turns them into a report at the end.
 
 Shapes: B batch, K classes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from vitlab.data.loader import Batch
 from vitlab.evaluation.accuracy import hits
+from vitlab.models.config import Size
+from vitlab.training.parallel import Cluster
 
 SIGMOID_BIAS = -10.0  # of a fresh head: with thousands of classes, almost every answer begins as "no"
 
@@ -28,48 +30,57 @@ class Objective(Protocol):
         """The mean loss of a micro-batch."""
         ...
 
-    def measure(self, module: nn.Module, batch: Batch) -> Tensor:
+    def sums(self, module: nn.Module, batch: Batch) -> Tensor:
         """Sums over a test batch, as one row of numbers."""
         ...
 
     def report(self, sums: list[float]) -> dict[str, float]:
-        """Rates from the sums over the test set."""
+        """Accuracy, loss and the like from the sums over the test set."""
         ...
 
     def score(self, report: dict[str, float]) -> float:
-        """Of two reports, the better one has the higher score."""
+        """A number that is higher for the better of two reports."""
         ...
 
 
-def precise(logits: Tensor) -> Tensor:
-    """Losses are float32 at least, whatever the model computes in."""
+# ---- classification
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Logits in which a loss is computed, whatever precision the model computes in."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def softmax_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy against soft targets, (B, K): one of K."""
-    return -(targets * F.log_softmax(precise(logits), -1)).sum(-1).mean()
+    """Cross-entropy of logits (B, K) against soft targets (B, K): one class of K."""
+    return -(targets * F.log_softmax(at_least_float32(logits), -1)).sum(-1).mean()
 
 
 def sigmoid_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of K yes-or-no questions, summed over classes: any number of K."""
-    logits = precise(logits)
+    """Binary cross-entropy of logits (B, K) against targets (B, K), summed over classes: any number of classes."""
+    logits = at_least_float32(logits)
     return F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none").sum(-1).mean()
 
 
-@dataclass(frozen=True)
-class Classify:
-    """Supervised: softmax or sigmoid."""
+def start_sigmoid(head: nn.Linear | None) -> None:
+    """Initialize the bias of a head so that it begins by answering "no" to every class."""
+    if head is not None:
+        nn.init.constant_(head.bias, SIGMOID_BIAS)
 
-    loss_of: Callable[[Tensor, Tensor], Tensor]
+
+@dataclass(frozen=True)
+class Classification:
+    """Supervised training with one of the losses above."""
+
+    loss_function: Callable[[Tensor, Tensor], Tensor]
 
     def loss(self, module: nn.Module, batch: Batch, step: int) -> Tensor:
-        return self.loss_of(module(batch.images), batch.targets)
+        return self.loss_function(module(batch.images), batch.targets)
 
-    def measure(self, module: nn.Module, batch: Batch) -> Tensor:
+    def sums(self, module: nn.Module, batch: Batch) -> Tensor:
         logits = module(batch.images)
         targets = F.one_hot(batch.labels, logits.shape[-1]).float()
-        loss = self.loss_of(logits, targets) * len(logits)
+        loss = self.loss_function(logits, targets) * len(logits)
         return torch.cat([hits(logits, batch.labels).to(loss), loss[None]])
 
     def report(self, sums: list[float]) -> dict[str, float]:
@@ -80,7 +91,40 @@ class Classify:
         return report["accuracy"]
 
 
-def start_sigmoid(head: nn.Linear | None) -> None:
-    """A head that begins by saying no to every class."""
-    if head is not None:
-        nn.init.constant_(head.bias, SIGMOID_BIAS)
+# ---- the test set, every image exactly once over all processes
+
+
+@torch.no_grad()
+def measure_objective(
+    objective: Objective,
+    module: nn.Module,
+    batches: Iterable[Batch],
+    spare: Callable[[], Batch],
+    cluster: Cluster,
+    passes: int,
+) -> dict[str, float]:
+    """The objective's report over all batches of all processes, which may differ in size and number.
+
+    A sharded model gathers its weights from all processes in every pass, so each process makes `passes` of them, the
+    last ones on a `spare` image that does not count.
+    """
+    total: Tensor | None = None
+    done = 0
+    for batch in batches:
+        sums = to_float64(objective.sums(module, batch))
+        total, done = sums if total is None else total + sums, done + 1
+    while done < passes or total is None:
+        sums = to_float64(objective.sums(module, spare()))
+        total, done = torch.zeros_like(sums) if total is None else total, done + 1
+    return objective.report(cluster.sum(total).tolist())
+
+
+def to_float64(sums: Tensor) -> Tensor:
+    """Sums in which counts stay exact; MPS has no float64, so there they move to the CPU."""
+    return (sums.cpu() if sums.device.type == "mps" else sums).double()
+
+
+def blank_batch(size: Size, device: torch.device) -> Batch:
+    """A batch of one black image."""
+    label = torch.zeros(1, dtype=torch.long, device=device)
+    return Batch(torch.zeros(1, 3, *size, device=device), label, torch.zeros(1, 1, device=device), label)

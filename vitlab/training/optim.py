@@ -1,4 +1,4 @@
-"""How weights move: learning-rate schedules, which weights decay, the two optimizers, clipping, Polyak averaging."""
+"""Optimization: learning-rate schedules, weight decay, the two optimizers, gradient clipping, Polyak averaging."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -24,8 +24,8 @@ def learning_rate(step: int, *, base: float, steps: int, warmup: int, decay: Dec
     return base * {"linear": 1 - t, "cosine": (1 + math.cos(math.pi * t)) / 2, "constant": 1.0}[decay]
 
 
-def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay touches a parameter: kernels only.
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies to a parameter: to kernels only.
 
     Kernels of dense layers and convolutions are called "weight" and have two axes or more; biases, norms, tokens,
     positions, probes and mask embeddings lack the name or the axes.
@@ -40,25 +40,25 @@ def make_optimizer(
     weight_decay: float,
     betas: tuple[float, float],
     momentum: float,
-    recorded: bool = False,
+    capturable: bool = False,
 ) -> torch.optim.Optimizer:
     """AdamW (decay decoupled, times the learning rate) or SGD with momentum, with decay on kernels alone.
 
-    Where AdamW's step is `recorded` as a CUDA graph, its learning rate is a tensor on the GPU.
+    With `capturable` AdamW's step can be recorded as a CUDA graph: its learning rate is a tensor on the GPU.
     """
-    learned = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     groups = [
-        {"params": [p for name, p in learned if decays(name, p)], "weight_decay": weight_decay},
-        {"params": [p for name, p in learned if not decays(name, p)], "weight_decay": 0.0},
+        {"params": [p for name, p in trained if is_decayed(name, p)], "weight_decay": weight_decay},
+        {"params": [p for name, p in trained if not is_decayed(name, p)], "weight_decay": 0.0},
     ]
     if kind == "adamw":
-        fused = all(p.is_cuda for _, p in learned)
-        lr: float | Tensor = torch.zeros((), device=learned[0][1].device) if recorded else 0.0
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=fused, capturable=recorded)
+        fused = all(p.is_cuda for _, p in trained)
+        lr: float | Tensor = torch.zeros((), device=trained[0][1].device) if capturable else 0.0
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=fused, capturable=capturable)
     return torch.optim.SGD(groups, lr=0.0, momentum=momentum)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -66,47 +66,44 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def clip(parameters: Iterable[nn.Parameter], most: float) -> Tensor:
-    """Scale gradients so that their global norm is at most `most` (0: leave them); the norm before."""
-    learned = [p for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in learned if p.grad is not None])
+def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> Tensor:
+    """Scale gradients so that their global norm is at most `most` (0: no limit); return the norm before, ()."""
+    trained = [p for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
     if most > 0:
-        torch.nn.utils.clip_grads_with_norm_(learned, most, norm)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded gradients: a norm in pieces
+        torch.nn.utils.clip_grads_with_norm_(trained, most, norm)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded gradients have a sharded norm
 
 
 class Average:
     """Polyak averaging: a slow copy of the weights, average = d * average + (1 - d) * weights.
 
-    d grows as (1 + step) / (10 + step) until it reaches its final value, so that a short run is not averaged with
-    its random beginning.
+    d grows as (1 + step) / (10 + step) until it reaches `decay`, so that a short run is not averaged with its random
+    beginning.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.module = module
-        own = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.own: list[Tensor] = list(own.values())  # in the order of `weights`
-        self.weights = {name: p.detach().clone() for name, p in own.items()}
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.parameters: list[Tensor] = list(trained.values())  # in the order of `weights`
+        self.weights = {name: p.detach().clone() for name, p in trained.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         decay = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(list(self.weights.values()), self.own, 1 - decay)
+        torch._foreach_lerp_(list(self.weights.values()), self.parameters, 1 - decay)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """The model with averaged weights, for the time of a `with`; its own come back bit for bit."""
-        own = {name: p for name, p in self.module.named_parameters() if name in self.weights}
-        kept = {name: p.detach().clone() for name, p in own.items()}
+    def swap_in(self) -> Iterator[None]:
+        """Give the model the averaged weights inside a `with`; its own are restored after it, bit for bit."""
+        own = [p.detach().clone() for p in self.parameters]
         try:
-            fill(own, self.weights)
+            self.fill(self.weights.values())
             yield
         finally:
-            fill(own, kept)
+            self.fill(own)
 
-
-@torch.no_grad()
-def fill(targets: dict[str, nn.Parameter], values: dict[str, Tensor]) -> None:
-    for name, target in targets.items():
-        target.copy_(values[name])
+    @torch.no_grad()
+    def fill(self, values: Iterable[Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.copy_(value)

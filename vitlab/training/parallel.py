@@ -1,4 +1,4 @@
-"""One model on many devices. Everything about it is here: the model and the loop's arithmetic know nothing of it.
+"""One model on several devices. Neither the model nor the training step depends on how many there are.
 
 Started by torchrun, each process finds its rank in the environment; started plainly, there is one process. The
 model is wrapped by one function: activation checkpointing, then compilation, then sharding.
@@ -9,8 +9,10 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -31,12 +33,12 @@ T = TypeVar("T")
 
 # Seconds in which Python's lock is free at the end. Gloo's threads outlive their group and need the lock to drop the
 # last tensors; one that asks for it when Python has already ended aborts the process.
-LETTING_GO = 0.3
+SHUTDOWN_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """This process among the others."""
+    """This process among those of the run: its device, its rank and the world size."""
 
     device: torch.device
     rank: int = 0
@@ -57,75 +59,101 @@ class Cluster:
             dist.barrier()
 
     def agree(self, choose: Callable[[], T]) -> T:
-        """What the first process chooses, in every one of them; where it cannot, all of them end."""
+        """What `choose` returns in the first process, in all of them; if it raises a UserError, all of them end."""
         if self.world == 1:
             return choose()
-        found: list[tuple[T | None, UserError | None]] = [(None, None)]
+        shared: list[tuple[T | None, UserError | None]] = [(None, None)]
         if self.first:
             try:
-                found = [(choose(), None)]
+                shared = [(choose(), None)]
             except UserError as error:
-                found = [(None, error)]
-        dist.broadcast_object_list(found)
-        value, mistake = found[0]
-        if mistake is not None:
-            raise mistake if self.first else SystemExit(1)  # said once
+                shared = [(None, error)]
+        dist.broadcast_object_list(shared)
+        value, failure = shared[0]
+        if failure is not None:
+            raise failure if self.first else SystemExit(1)  # reported once
         return cast(T, value)
 
 
 @contextmanager
 def process_group(device: str = "auto") -> Iterator[Cluster]:
-    """This process as part of the run torchrun started, or alone; inside another `joined` it is that one."""
+    """This process as part of the run torchrun started, or alone; nested, it is the group that is there already."""
     place = pick_device(device)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1 or dist.is_initialized():
         yield Cluster(place, dist.get_rank(), world) if world > 1 else Cluster(place)
         return
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    # processes that torchrun starts anew would find the addresses of lost ones in its store: a page for each attempt
-    store, rank, world = next(rendezvous("env://"))
-    store = PrefixStore(f"attempt {attempt()}", store)
-    kinds = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-    dist.init_process_group(kinds, store=store, rank=rank, world_size=world)
+    select_gpu(place)
+    interruptible(lambda: join_group(place))
     try:
         yield Cluster(place, dist.get_rank(), world)
     except RuntimeError as error:
-        if not lost(error):
+        if not is_lost_peer(error):
             raise
         raise UserError(
-            "another process of this run is gone, so it stops here; `torchrun --max-restarts 3` takes it up again by "
-            f"itself, --resume by hand, both from the last checkpoint ({str(error).splitlines()[0]})"
+            "another process of this run is gone, so it stops here; `torchrun --max-restarts 3` resumes it "
+            f"automatically, --resume by hand, both from the last checkpoint ({str(error).splitlines()[0]})"
         ) from error
     finally:
         dist.destroy_process_group()
-        time.sleep(LETTING_GO)
+        time.sleep(SHUTDOWN_SECONDS)
 
 
-def lost(error: RuntimeError) -> bool:
-    """Whether an error says that the processes cannot reach each other any more."""
+def join_group(place: torch.device) -> None:
+    """Initialize torch's default process group; waits for all processes of the run."""
+    select_gpu(place)  # each thread has its own
+    # restarted processes would find the addresses of lost ones in torchrun's store: each attempt has its own prefix
+    store, rank, world = next(rendezvous("env://"))
+    store = PrefixStore(f"attempt {restart_count()}", store)
+    backends = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    dist.init_process_group(backends, store=store, rank=rank, world_size=world)
+
+
+def select_gpu(place: torch.device) -> None:
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+
+
+def interruptible(act: Callable[[], T]) -> T:
+    """Call what may block in C++ for minutes; this thread waits in Python, where signal handlers run at once."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=work, daemon=True).start()
+    return future.result()
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether an error means that the processes cannot reach each other any more."""
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection closed by peer" in str(error)
 
 
-def attempt() -> int:
-    """How often torchrun has started the processes anew."""
+def restart_count() -> int:
+    """How often torchrun has restarted the processes."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def restarted() -> bool:
-    """Whether this process takes up what another one, which was lost, had begun."""
-    return attempt() > 0
+    """Whether torchrun started this process to resume the work of one that was lost."""
+    return restart_count() > 0
 
 
-def wrap(module: nn.Module, cluster: Cluster, *, recompute: bool, compiled: bool, parallel: Parallel) -> nn.Module:
-    """The module as the loop calls it; parameters keep their names in the module itself, which is changed in place."""
+def wrap_module(
+    module: nn.Module, cluster: Cluster, *, recompute: bool, compiled: bool, parallel: Parallel
+) -> nn.Module:
+    """The module as a step calls it. The module itself is changed in place; its parameters keep their names."""
     sharded = cluster.world > 1 and parallel == "fsdp"
     if recompute:
-        for block in blocks(module):
+        for block in repeated_blocks(module):
             # the method is replaced on the instance, so that neither names nor types of modules change
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     if compiled:
-        for part in blocks(module) if sharded else [module]:  # sharding hooks would cut a whole graph to pieces
+        for part in repeated_blocks(module) if sharded else [module]:  # hooks of sharding would break up one graph
             part.compile()
     if cluster.world == 1:
         return module
@@ -135,15 +163,15 @@ def wrap(module: nn.Module, cluster: Cluster, *, recompute: bool, compiled: bool
             warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch have another name for it
             return DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False)
     mesh = dist.device_mesh.init_device_mesh(cluster.device.type, (cluster.world,))
-    for block in blocks(module):
+    for block in repeated_blocks(module):
         fully_shard(block, mesh=mesh)
-    # by default the outermost stays whole after a pass without gradients, and averages could not be swapped in
+    # by default the outermost stays unsharded after a pass without gradients, and averages could not be swapped in
     fully_shard(module, mesh=mesh, reshard_after_forward=True)
     return module
 
 
-def blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated parts: a transformer's blocks and a ResNet's units."""
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """A transformer's blocks and a ResNet's units."""
     from vitlab.models.axial import AxialBlock
     from vitlab.models.resnet import BiTUnit, StemUnit
     from vitlab.models.vit import Block
@@ -155,23 +183,23 @@ def blocks(module: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def gradient_sync(module: nn.Module, last: bool) -> Iterator[None]:
-    """Gradients are exchanged after the last micro-batch of a step only."""
+    """Exchange gradients after the last micro-batch of a step only."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
         yield
         return
-    held: Any = nullcontext() if last or not isinstance(module, DistributedDataParallel) else module.no_sync()
-    with held:
+    context: Any = nullcontext() if last or not isinstance(module, DistributedDataParallel) else module.no_sync()
+    with context:
         yield
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """A tensor in one piece, gathered from the processes that hold its parts."""
+    """A complete tensor, gathered from the processes that hold its shards."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def place_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor where another one is: on its device, and in its parts if that one is in parts."""
+    """A tensor on the device of another one, and sharded if that one is."""
     if isinstance(like, DTensor) and not isinstance(tensor, DTensor):
         return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
     return tensor.to(like.device)

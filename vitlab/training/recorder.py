@@ -1,51 +1,122 @@
-"""What a run says while it goes: a live bar, lines where there is no terminal, a log that can be cut back."""
+"""What a run reports while it trains: log.jsonl, TensorBoard's files and a progress bar."""
 
-import json
-import os
+import math
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vitlab.cost import cost
+from vitlab.device import peak_flops
 from vitlab.errors import UserError
-from vitlab.terminal import warn
+from vitlab.models.variants import build
 from vitlab.text import duration
+from vitlab.training.checkpoint import CheckpointMeta, disk_errors
+from vitlab.training.cuda_graph import StepResult
+from vitlab.training.log import LOG, Log
+from vitlab.training.parallel import Cluster
+from vitlab.training.setup import RunSetup
 
-QUIET = 5.0  # seconds between lines where there is no terminal
+LINE_SECONDS = 5.0  # between lines where there is no terminal
 
 
-class Log:
-    """log.jsonl: one record a line. Opened at the length a checkpoint remembers, it loses what came after."""
+class Recorder:
+    """Records of a run's steps and tests. Every process has one, as losses are averaged; the first one writes.
 
-    def __init__(self, path: Path, length: int) -> None:
-        # unbuffered: whoever follows the log sees every line at once, and on a full disk nothing is left to close
-        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        self.file = os.fdopen(number, "r+b", buffering=0)
-        there = os.fstat(self.file.fileno()).st_size
-        if there < length:
-            warn(f"{path} is {length - there} bytes shorter than its checkpoint says; some records are lost")
-        self.file.truncate(min(there, length))
-        self.file.seek(0, 2)
+    Losses stay on the device until `flush`, so that no step waits for them.
+    """
+
+    def __init__(self, setup: RunSetup, cluster: Cluster, console: Console, start: CheckpointMeta) -> None:
+        self.setup, self.cluster, self.out = setup, cluster, setup.out
+        self.pending: list[tuple[int, float, StepResult]] = []  # steps not yet logged, with their learning rates
+        self.train_flops = 0
+        self.bar = Bar(console, setup.recipe.steps or 0, start.step, shown=cluster.first)
+        with disk_errors(self.out):
+            self.log = Log(self.out / LOG, start.log_bytes) if cluster.first else None
+            tensorboard = cluster.first and setup.recipe.tensorboard
+            self.board = TensorBoard(self.out / "tensorboard", start.step) if tensorboard else None
+        self.restart_clock()
+
+    def __enter__(self) -> Self:
+        self.bar.progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.bar.progress.stop()
+        with disk_errors(self.out):
+            for file in (self.log, self.board):
+                if file is not None:
+                    file.close()
+
+    def restart_clock(self) -> None:
+        """Count the time for the speed from now on, as after a test."""
+        self.clock = time.monotonic()
+
+    def add_step(self, step: int, lr: float, result: StepResult) -> None:
+        """Remember a step, counted from 1, for the next `flush`."""
+        self.pending.append((step, lr, result))
+
+    def flush(self) -> None:
+        """Log the steps since the last time. Raises UserError where a loss is not finite, before it is saved."""
+        if not self.pending:
+            return
+        steps, rates, results = zip(*self.pending, strict=True)
+        self.pending = []
+        losses, norms = zip(*results, strict=True)
+        values = torch.stack([torch.stack(losses), torch.stack([n.to(losses[0]) for n in norms])])
+        values[0] = self.cluster.sum(values[0].clone()) / self.cluster.world
+        values = values.double().cpu()
+        for step, rate, loss, norm in zip(steps, rates, *values.tolist(), strict=True):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise UserError(
+                    f"the loss of step {step} is {loss} and its gradient's norm {norm}: the run diverged; the last "
+                    f"checkpoint is sound: start again in a new --out with a lower lr, a longer warmup or clip=1"
+                )
+            self.write({"step": step, "loss": loss, "grad_norm": norm, "lr": rate})
+        images = len(steps) * self.setup.recipe.batch
+        speed = images / max(1e-9, time.monotonic() - self.clock)
+        self.restart_clock()
+        self.write_speed(steps[-1], values[0, -1].item(), speed)
+
+    def write_speed(self, step: int, loss: float, speed: float) -> None:
+        """Log and show images per second; a record of its own, as it differs from run to run, unlike all others."""
+        shown = {"loss": f"{loss:.4f}", "images/s": f"{speed:.0f}"}
+        record: dict[str, Any] = {"step": step, "images_per_second": round(speed, 1)}
+        peak = peak_flops(self.cluster.device)
+        if peak is not None:
+            self.train_flops = self.train_flops or cost(lambda: build(self.setup.config)).train_flops
+            utilization = speed * self.train_flops / peak / self.cluster.world
+            shown["MFU"] = f"{utilization:.0%}"
+            record["mfu"] = round(utilization, 4)
+        self.write({"speed": record})
+        self.bar.update(step, **shown)
+
+    def add_test(self, step: int, reports: dict[str, dict[str, float]], accuracy: float) -> None:
+        """Log the reports of a test, and show its accuracy."""
+        self.write({"step": step, **reports})
+        self.bar.update(step, accuracy=f"{accuracy:.2%}")
 
     def write(self, record: dict[str, Any]) -> None:
-        line = json.dumps(record).encode() + b"\n"
-        while line:  # a disk that fills up takes a part
-            line = line[self.file.write(line) :]
+        if self.log is not None:
+            with disk_errors(self.out / LOG):
+                self.log.write(record)
+        if self.board is not None and "step" in record:
+            with disk_errors(self.out / "tensorboard"):
+                self.board.write(record)
 
-    def flush(self) -> int:
-        """Everything on disk, before a checkpoint speaks of it; the length so far."""
-        os.fsync(self.file.fileno())
-        return self.file.tell()
-
-    def close(self) -> None:
-        self.file.close()
+    def sync(self) -> int:
+        """Log all steps and force the log to disk, before a checkpoint refers to it; its length in bytes."""
+        self.flush()
+        with disk_errors(self.out / LOG):
+            return self.log.sync() if self.log is not None else 0
 
 
-class Board:
-    """TensorBoard's event files, for those who ask for them."""
+class TensorBoard:
+    """TensorBoard's event files."""
 
     def __init__(self, folder: Path, step: int) -> None:
         try:
@@ -55,7 +126,7 @@ class Board:
         self.writer = SummaryWriter(str(folder), purge_step=step)
 
     def write(self, record: dict[str, Any]) -> None:
-        """The numbers of a log record; those of a test under its name, as in test/accuracy."""
+        """Add the numbers of a log record; those of a test under its name, as in test/accuracy."""
         for name, value in record.items():
             for key, number in (value if isinstance(value, dict) else {"": value}).items():
                 if name != "step":
@@ -66,78 +137,29 @@ class Board:
 
 
 class Bar:
-    """Loss, accuracy, images a second, time left and, on a GPU of the table, the share of its peak in use."""
+    """Loss, accuracy, images per second, time left and, on a known GPU, the share of its peak in use.
+
+    On a terminal it is a progress bar, elsewhere a line every few seconds.
+    """
 
     def __init__(self, console: Console, steps: int, start: int, *, shown: bool) -> None:
-        self.console, self.steps, self.shown = console, steps, shown
-        self.live = shown and console.is_terminal
-        self.words: dict[str, str] = {}
-        self.began, self.start, self.spoke = time.monotonic(), start, 0.0
-        words = TextColumn("{task.fields[words]}")
-        columns = (MofNCompleteColumn(), BarColumn(10), words, TextColumn("left"), TimeRemainingColumn())
-        self.progress = Progress(*columns, console=console, disable=not self.live)  # fits 80 characters
-        self.task = self.progress.add_task("train", total=steps, completed=start, words="")
+        self.console, self.steps, self.start, self.shown = console, steps, start, shown
+        self.is_live = shown and console.is_terminal
+        self.values: dict[str, str] = {}
+        self.began, self.printed = time.monotonic(), 0.0
+        values = TextColumn("{task.fields[values]}")
+        columns = (MofNCompleteColumn(), BarColumn(10), values, TextColumn("left"), TimeRemainingColumn())
+        self.progress = Progress(*columns, console=console, disable=not self.is_live)  # fits 80 characters
+        self.task = self.progress.add_task("train", total=steps, completed=start, values="")
 
-    def __enter__(self) -> Self:
-        self.progress.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.progress.stop()
-
-    def update(self, done: int, **words: str) -> None:
-        """`done` steps are done; the words stay until they are replaced."""
-        self.words |= words
-        text = "  ".join(f"{key} {value}" for key, value in self.words.items())
-        if self.live:
-            self.progress.update(self.task, completed=done, words=text)
-        elif self.shown and time.monotonic() - self.spoke > QUIET:
-            self.spoke = time.monotonic()
-            rate = (self.spoke - self.began) / max(1, done - self.start)
-            self.say(f"step {done}/{self.steps}  {text}  left {duration(rate * (self.steps - done))}")
-
-    def say(self, line: str) -> None:
-        if self.shown:
+    def update(self, done: int, **values: str) -> None:
+        """Show that `done` steps are done; each value is shown until it is replaced."""
+        self.values |= values
+        text = "  ".join(f"{key} {value}" for key, value in self.values.items())
+        if self.is_live:
+            self.progress.update(self.task, completed=done, values=text)
+        elif self.shown and time.monotonic() - self.printed > LINE_SECONDS:
+            self.printed = time.monotonic()
+            pace = (self.printed - self.began) / max(1, done - self.start)
+            line = f"step {done}/{self.steps}  {text}  left {duration(pace * (self.steps - done))}"
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-# ---- reading the log, which may be anybody's
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records, of which `number` and `part` take what they need."""
-    records = []
-    try:
-        with path.open("rb") as file:
-            for count, line in enumerate(file, 1):
-                record = json.loads(line)
-                if not isinstance(record, dict):
-                    raise ValueError(f"line {count} is no object")
-                records.append(record)
-    except json.JSONDecodeError:
-        raise UserError(f"line {len(records) + 1} of {path} is no JSON; remove it, or restore the file") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({error}), so there is no course of the run to show") from None
-    return records
-
-
-def part(record: dict[str, Any], key: str) -> dict[str, Any]:
-    """A record inside a record."""
-    value = record.get(key)
-    if not isinstance(value, dict):
-        raise UserError(f"the log has a record whose '{key}' is no object; restore the file")
-    return value
-
-
-def number(record: dict[str, Any], key: str) -> float:
-    """A number of a record: finite, and no larger than anything a run counts."""
-    value = record.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e18:
-        raise UserError(f"the log has a record whose '{key}' is missing or no sensible number; restore the file")
-    return value
-
-
-def last_report(log: Path) -> dict[str, float]:
-    tests = [record for record in read_log(log) if "test" in record]
-    found = part(tests[-1], "ema" if "ema" in tests[-1] else "test") if tests else {}
-    return {key: float(value) for key, value in found.items() if isinstance(value, float)}

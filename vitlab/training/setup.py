@@ -1,4 +1,4 @@
-"""Before the first step: a new run folder or one to continue, the data, the model, the loaders, the micro-batch."""
+"""Before the first step: a new run folder or one to resume, the data, the model, the loaders, the micro-batch."""
 
 import dataclasses
 import json
@@ -6,6 +6,7 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,49 +17,53 @@ from vitlab.data.open import open_data
 from vitlab.data.source import Data
 from vitlab.device import pick_workers
 from vitlab.errors import UserError
-from vitlab.files import fsync
+from vitlab.files import atomic_file
 from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig
 from vitlab.models.meta import meta_model
 from vitlab.models.variants import Model, build, create
 from vitlab.settings import check_value, from_json, to_json
 from vitlab.text import brief
-from vitlab.training import checkpoint, manifest
-from vitlab.training.checkpoint import CheckpointMeta, Found
+from vitlab.training import manifest
+from vitlab.training.checkpoint import (
+    CheckpointMeta,
+    FoundCheckpoint,
+    check_own_files,
+    disk_errors,
+    find_checkpoint,
+    last_checkpoint,
+    read_run_json,
+)
 from vitlab.training.objectives import start_sigmoid
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, difference, override, resolve_length
-from vitlab.training.trust import remember, vet_data, vet_weights
+from vitlab.training.trust import check_trusted_weights, remember, vet_data
 from vitlab.weights import load
 from vitlab.weights.formats.vitlab import model_config, model_json
 
 RECIPE = "recipe.json"
 MOST_LAYERS = 1_000
-MOST_TESTED = 256 * 224 * 224  # pixels of a test batch
+TEST_PIXELS = 256 * 224 * 224  # pixels of a test batch, at most
 
 
 @dataclass(frozen=True)
 class RunSetup:
-    """A run that is ready to go: all that does not change in its course."""
+    """A run that is ready to start: all that does not change while it trains."""
 
     out: Path
     recipe: Recipe
     data: Data
     config: ModelConfig
     preprocess: Preprocess
-    found: Found | None  # the checkpoint to continue from
-    fresh: Model | None  # the model to begin with, where there is none
+    checkpoint: FoundCheckpoint | None  # to resume from
+    initial: Model | None  # the model to start with, where there is no checkpoint
 
-    def model(self) -> Model:
-        return self.fresh if self.fresh is not None else build(self.config)
-
-
-def last(out: Path) -> Path:
-    return out / "checkpoints" / "last"
+    def make_model(self) -> Model:
+        return self.initial if self.initial is not None else build(self.config)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a run's recipe.json says, checked: it may be anybody's."""
+    """The content of a run's recipe.json, checked: it may come from anywhere."""
 
     recipe: Recipe
     model: ModelConfig
@@ -68,12 +73,12 @@ class Stored:
 
 
 def read_run(out: Path) -> Stored | None:
-    """The run in a folder, if there is one."""
+    """The run in a folder, or None; raises UserError where its recipe.json is damaged."""
     path = out / RECIPE
     if not os.path.lexists(path):
         return None
     try:
-        about = checkpoint.read_json(path)
+        about = read_run_json(path)
         parts = {key: check_value(about.get(key), dict, key) for key in ("recipe", "model", "preprocess")}
         images = check_value(about.get("images"), int, "images")
         return Stored(
@@ -93,8 +98,8 @@ def stored_recipe(out: Path) -> Recipe | None:
 
 
 def continued_recipe(out: Path, pairs: list[str]) -> Recipe | None:
-    """The recipe to continue the run in a folder by. Data and weights that it names must be this user's own words,
-    now (`pairs`) or when the run began."""
+    """The recipe to resume the run in a folder with, or None. Data and weights that it names must have been given by
+    this user, now (in `pairs`) or when the run started; raises UserError otherwise."""
     stored = stored_recipe(out)
     if stored is None:
         return None
@@ -102,7 +107,7 @@ def continued_recipe(out: Path, pairs: list[str]) -> Recipe | None:
     if "data" not in given:
         vet_data(stored.data, out / RECIPE, f"vitlab train --out {shlex.quote(str(out))} --resume data=")
     if recipe.weights is not None and "weights" not in given and not any((out / "checkpoints").glob("last*")):
-        vet_weights(recipe.weights, out / RECIPE)
+        check_trusted_weights(recipe.weights, out / RECIPE)
     return recipe
 
 
@@ -114,21 +119,22 @@ def prepare_run(
     resume: bool,
     data: Data | None = None,
     accept: bool = False,
-    lasting: bool = True,
+    trial: bool = False,
 ) -> RunSetup:
-    """Begin a run in `out`, or take up the one that is there; with `accept`, on data that has changed since.
+    """Start a run in `out`, or resume the one that is there; with `accept`, on data that has changed since.
 
-    What is not `lasting` is a trial, of which neither the data nor the recipe need be known later.
+    A `trial` is not to be resumed, so neither its data nor its recipe is remembered. Raises UserError where the run
+    cannot start.
     """
     stored = read_run(out)
-    cluster.barrier()  # all have looked before the first process writes
+    cluster.barrier()  # all have read before the first process writes
     if stored is not None and not resume:
         raise UserError(f"{out} holds a run already; continue it with --resume, or choose another --out")
     data = data or open_data(
         recipe.data, seed=recipe.seed, subset=recipe.subset, per_class=recipe.per_class, holdout=recipe.holdout
     )
     if stored is not None:
-        checkpoint.check_own_files(out)
+        check_own_files(out)
         check_same_classes(stored, data, out)
         cluster.agree(lambda: manifest.check_data(out, data, hashed=recipe.hash_data, accept=accept))
     recipe = resolve_length(recipe, len(data.train), len(data.test), cluster.world)
@@ -137,35 +143,35 @@ def prepare_run(
             raise UserError(
                 f"the run in {out} has another {key}; continue it with its own settings, or use a new --out"
             )
-        found = checkpoint.find(last(out), lambda facts: check_facts(facts, recipe))
+        found = find_checkpoint(last_checkpoint(out), lambda meta: check_meta(meta, recipe))
         if found is not None:
             check_size(stored.model, found.folder)
             return RunSetup(out, recipe, data, stored.model, stored.preprocess, found, None)
     model, preprocess = initial_model(recipe, data)
-    plan = RunSetup(out, recipe, data, model.config, preprocess, None, model)
-    cluster.agree(lambda: begin(plan, fresh=stored is None, lasting=lasting))
-    return plan
+    setup = RunSetup(out, recipe, data, model.config, preprocess, None, model)
+    cluster.agree(lambda: write_run_files(setup, new=stored is None, trial=trial))
+    return setup
 
 
-def begin(plan: RunSetup, *, fresh: bool, lasting: bool) -> None:
-    """The folder of a run before its first step."""
-    write_recipe(plan)
-    if lasting:
-        remember(plan.out / RECIPE)
-    if lasting and fresh:
-        manifest.write(plan.out, manifest.listing(plan.data, plan.recipe.hash_data))
+def write_run_files(setup: RunSetup, *, new: bool, trial: bool) -> None:
+    """Write the files that a run's folder has before the first step."""
+    write_recipe(setup)
+    if not trial:
+        remember(setup.out / RECIPE)
+        if new:
+            manifest.write_manifest(setup.out, manifest.list_images(setup.data, setup.recipe.hash_data))
 
 
-def check_facts(facts: CheckpointMeta, recipe: Recipe) -> None:
-    """What a checkpoint says can be so in this run."""
-    if facts.step > (recipe.steps or 0):
-        raise UserError(f"step {facts.step} of a run of {recipe.steps}")
-    if recipe.batch % (facts.world * facts.micro):
-        raise UserError(f"{facts.world} processes with micro-batches of {facts.micro} do not make up {recipe.batch}")
+def check_meta(meta: CheckpointMeta, recipe: Recipe) -> None:
+    """Raise UserError for a checkpoint that cannot belong to this run."""
+    if meta.step > (recipe.steps or 0):
+        raise UserError(f"step {meta.step} of a run of {recipe.steps}")
+    if recipe.batch % (meta.world * meta.micro):
+        raise UserError(f"{meta.world} processes with micro-batches of {meta.micro} do not make up {recipe.batch}")
 
 
 def check_size(config: ModelConfig, folder: Path) -> None:
-    """A checkpoint holds its model, so a model that is larger than the file is not built at all."""
+    """Raise UserError for a model that is larger than the checkpoint which holds it, before it is built."""
     need = sum(p.numel() * 2 for p in meta_model(config).state_dict().values())  # bytes, at the very least
     have = sum(path.stat().st_size for path in folder.iterdir())
     if need > have:
@@ -202,87 +208,75 @@ def with_rates(model: Model, recipe: Recipe) -> Model:
     return new
 
 
-def write_recipe(plan: RunSetup) -> None:
-    """recipe.json, complete or not at all: the settings as they were resolved, and what the model is."""
-    said = {
+def write_recipe(setup: RunSetup) -> None:
+    """Write recipe.json: the settings as they were resolved, and what the model is."""
+    about = {
         "format": "vitlab/1",
-        "recipe": to_json(plan.recipe),
-        "model": model_json(plan.config),
-        "preprocess": to_json(plan.preprocess),
-        "labels": list(plan.data.classes),
-        "images": len(plan.data.train),
+        "recipe": to_json(setup.recipe),
+        "model": model_json(setup.config),
+        "preprocess": to_json(setup.preprocess),
+        "labels": list(setup.data.classes),
+        "images": len(setup.data.train),
     }
-    with checkpoint.disk_errors(plan.out / RECIPE):
-        plan.out.mkdir(parents=True, exist_ok=True)
-        new = plan.out / f"{RECIPE}.new"
-        new.write_text(json.dumps(said, indent=1) + "\n")
-        fsync(new)
-        new.rename(plan.out / RECIPE)
+    with atomic_file(setup.out / RECIPE, "w", errors=disk_errors) as file:
+        file.write(json.dumps(about, indent=1) + "\n")
 
 
 def check_same_classes(stored: Stored, data: Data, out: Path) -> None:
     if stored.labels != tuple(data.classes):
         raise UserError(
-            f"the run in {out} knows {len(stored.labels)} classes, and {data.name} has {len(data.classes)}, or other "
+            f"the run in {out} has {len(stored.labels)} classes, and {data.name} has {len(data.classes)}, or other "
             "names for them; continue with the same data"
         )
 
 
-def make_loaders(plan: RunSetup, cluster: Cluster, micro: int) -> tuple[TrainLoader, EvalLoader]:
-    """Training images in micro-batches, and test images."""
-    r, c = plan.recipe, cluster
-    workers = pick_workers(c.device) if r.workers is None else r.workers
-    h, w = plan.config.image_size
+def make_loaders(setup: RunSetup, cluster: Cluster, micro: int) -> tuple[TrainLoader, EvalLoader]:
+    """Loaders of training images, in micro-batches, and of test images."""
+    r, size = setup.recipe, setup.config.image_size
+    common: dict[str, Any] = {
+        "workers": pick_workers(cluster.device) if r.workers is None else r.workers,
+        "device": cluster.device,
+        "rank": cluster.rank,
+        "world": cluster.world,
+        "resident": r.resident,
+    }
     train = TrainLoader(
-        plan.data.train,
-        plan.config.image_size,
+        setup.data.train,
+        size,
         r.augment,
-        plan.preprocess,
-        batch=micro * c.world,
+        setup.preprocess,
+        batch=micro * cluster.world,
         seed=r.seed,
-        workers=workers,
-        device=c.device,
-        rank=c.rank,
-        world=c.world,
-        resident=r.resident,
         broken_limit=r.broken_limit,
+        **common,
     )
-    test = EvalLoader(
-        plan.data.test,
-        plan.config.image_size,
-        plan.preprocess,
-        batch=min(2 * micro, max(256, MOST_TESTED // (h * w))),  # without gradients, twice as many fit
-        workers=workers,
-        device=c.device,
-        rank=c.rank,
-        world=c.world,
-        resident=r.resident,
-    )
-    return train, test
+    batch = min(2 * micro, max(256, TEST_PIXELS // (size[0] * size[1])))  # without gradients, twice as many fit
+    return train, EvalLoader(setup.data.test, size, setup.preprocess, batch=batch, **common)
 
 
-# ---- the micro-batch: as much as memory carries
+# ---- the micro-batch: as large as fits in memory
 
 
-def choose_micro(plan: RunSetup, cluster: Cluster, core: nn.Module, *, bf16: bool) -> int:
-    """Images of a process at a time: the user's choice, else what its memory carries."""
-    micro, share = plan.recipe.micro, plan.recipe.batch // cluster.world
+def choose_micro(setup: RunSetup, cluster: Cluster, core: nn.Module, *, bf16: bool) -> int:
+    """Images of a process at a time: as the recipe sets, else as many as fit in its memory."""
+    micro, share = setup.recipe.micro, setup.recipe.batch // cluster.world
     if micro is not None:
         if share % micro:
             near = min(divisors(share), key=lambda d: abs(d - micro))
             raise UserError(f"micro={micro} does not divide a process's batch of {share}; {near} does")
         return micro
-    image = cost(lambda: build(plan.config)).activation_bytes * (1 if bf16 else 2)
+    image = cost(lambda: build(setup.config)).activation_bytes * (1 if bf16 else 2)
     state = 16 * sum(p.numel() for p in core.parameters())  # gradient, two moments and an average, float32
     return fit_micro(share, image, state, free_bytes(cluster.device))
 
 
 def free_bytes(device: torch.device) -> int:
+    """Memory of a device that a run may use."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
-    # half of what is there, not what happens to be free: the same run on the same machine is split the same way
+    # half of the total, not what happens to be free: the same run on the same machine is split the same way
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
@@ -293,5 +287,5 @@ def fit_micro(batch: int, image_bytes: int, state_bytes: int, free: int) -> int:
 
 
 def divisors(n: int) -> list[int]:
-    """From n down to 1."""
+    """The divisors of n, from n down to 1."""
     return [d for d in range(n, 0, -1) if n % d == 0]

@@ -1,8 +1,8 @@
-"""Checkpoints of a sharded run: every process writes its own pieces, through torch.distributed.checkpoint.
+"""Checkpoints of a sharded run: every process writes its own shards, through torch.distributed.checkpoint.
 
 They load on any number of processes, one included, sharded or not.
 
-Its metadata is a pickle, so it is read by an unpickler that admits the classes it is made of and nothing else.
+Their metadata is a pickle, so it is read by an unpickler that allows the classes it is made of and nothing else.
 """
 
 import pickle
@@ -12,20 +12,28 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_pieces
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from vitlab.errors import UserError
 from vitlab.text import brief
-from vitlab.training import checkpoint
-from vitlab.training.checkpoint import METADATA, CheckpointMeta, disk_errors, seal, sibling
+from vitlab.training.checkpoint import (
+    METADATA,
+    CheckpointMeta,
+    commit_folder,
+    disk_errors,
+    make_new_folder,
+    read_checkpoint,
+    sibling,
+    write_meta,
+)
 from vitlab.training.parallel import Cluster
 
-ADMITTED = {
+ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
         *("StorageMeta", "_MEM_FORMAT_ENCODING"),
@@ -39,8 +47,8 @@ ADMITTED = {
 }
 
 
-class Reader(FileSystemReader):
-    """Reads tensors from files; the metadata through `Unpickler`."""
+class ShardReader(FileSystemReader):
+    """Reads tensors from files, and the metadata through `RestrictedUnpickler`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # the signature is the parent's
         metadata = read_metadata(Path(self.path))
@@ -50,24 +58,26 @@ class Reader(FileSystemReader):
         return metadata
 
 
-class Unpickler(pickle.Unpickler):
+class RestrictedUnpickler(pickle.Unpickler):
+    """Raises UserError for any class that is not in `ALLOWED`."""
+
     def find_class(self, module: str, name: str) -> Any:
-        if name not in ADMITTED.get(module, ()):
+        if name not in ALLOWED.get(module, ()):
             raise UserError(f"the checkpoint's metadata asks for {module}.{name}, which does not belong there")
         return super().find_class(module, name)
 
 
 def read_metadata(folder: Path) -> Metadata:
+    """The names, shapes and places of a checkpoint's tensors; raises UserError unless all are tensors in `folder`."""
     try:
         with (folder / METADATA).open("rb") as file:
-            metadata = Unpickler(file).load()
-        # files outside the folder are not this checkpoint's
+            metadata = RestrictedUnpickler(file).load()
         inside = all(Path(info.relative_path).name == info.relative_path for info in metadata.storage_data.values())
     except UserError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
         raise UserError(f"{folder / METADATA} is damaged: {brief(error)}") from None
-    if not isinstance(metadata, Metadata) or not inside:
+    if not isinstance(metadata, Metadata) or not inside:  # files outside the folder do not belong to it
         raise UserError(f"{folder / METADATA} is not the metadata of a checkpoint")
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):  # anything else would be unpickled too
@@ -75,15 +85,11 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def in_pieces(folder: Path) -> bool:
-    return (folder / METADATA).exists()
-
-
 class ShardedWriter:
-    """Writes checkpoints while training goes on: the state is copied to the CPU, the rest happens in a thread.
+    """Writes checkpoints while training continues: the state is copied to the CPU, the rest happens in a thread.
 
-    Its messages go through a process group of their own, so that they cannot mix with the loop's. The first process
-    makes room, seals and renames; a checkpoint that was not sealed does not count.
+    Its messages go through a process group of their own, so that they cannot mix with the trainer's. The first process
+    makes the folder, writes its metadata and renames it; a checkpoint without metadata is ignored.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -92,54 +98,54 @@ class ShardedWriter:
         self.thread = ThreadPoolExecutor(1)
         self.pending: Future[None] | None = None
 
-    def save(self, folder: Path, state: dict[str, Tensor], facts: CheckpointMeta) -> None:
-        """As `checkpoint.save`, by all processes together; the one before it is finished first."""
+    def save(self, folder: Path, state: dict[str, Tensor], meta: CheckpointMeta) -> None:
+        """As `write_checkpoint`, by all processes together; the one before it is finished first."""
         self.wait()
         if self.cluster.first:
             with disk_errors(folder):
-                checkpoint.make_room(folder)
+                make_new_folder(folder)
         self.cluster.barrier()
         writer = FileSystemWriter(sibling(folder, "new"), overwrite=True)
         written = async_save(dict(state), storage_writer=writer, process_group=self.group)
-        self.pending = self.thread.submit(self._finish, written, folder, facts)
+        self.pending = self.thread.submit(self._finish, written, folder, meta)
 
-    def _finish(self, written: Any, folder: Path, facts: CheckpointMeta) -> None:
+    def _finish(self, written: Any, folder: Path, meta: CheckpointMeta) -> None:
         with disk_errors(folder):
             try:
                 written.result()
             except CheckpointException as error:  # one error per process that failed
                 raise OSError(str(next(iter(error.failures.values()))[0])) from error
             if self.cluster.first:
-                seal(sibling(folder, "new"), facts)
-                checkpoint.put_in_place(folder)
+                write_meta(sibling(folder, "new"), meta)
+                commit_folder(folder)
 
     def wait(self) -> None:
-        """Until the checkpoint begun last is on disk; raises what went wrong with it."""
+        """Wait until the checkpoint begun last is on disk; raises the error of writing it."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.result()
 
-    def check(self) -> None:
-        """Raise what went wrong, if anything did already."""
+    def check_pending(self) -> None:
+        """Raise the error of the checkpoint begun last, if it has failed already."""
         if self.pending is not None and self.pending.done():
             self.wait()
 
 
-def load(folder: Path, module: nn.Module) -> dict[str, Tensor]:
-    """The state with each tensor sharded, or not, as the module's parameter of that name is now."""
-    parameters = dict(module.named_parameters())
-    own = module.state_dict()
+def read_state(folder: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint of either kind, by name; raises UserError where they cannot be read.
+
+    Those of a sharded one are sharded, or not, as the tensors in `expected` are.
+    """
+    if not (folder / METADATA).exists():
+        return read_checkpoint(folder)
     state: dict[str, Tensor] = {}
     for key, entry in read_metadata(folder).state_dict_metadata.items():
-        part, _, name = key.partition("/")
-        home = own if part == "model" else parameters
-        like = home.get(name.rpartition("/")[0] if part == "optimizer" else name)
-        if like is None:
+        if key not in expected:
             raise UserError(f"the checkpoint's tensor '{key[:100]}' does not belong to this run's model")
         scalar = isinstance(entry, TensorStorageMetadata) and not entry.size
-        state[key] = torch.zeros(()) if scalar else torch.zeros_like(like)
+        state[key] = torch.zeros(()) if scalar else torch.zeros_like(expected[key])
     try:
-        load_pieces(dict(state), storage_reader=Reader(folder))
+        load_shards(dict(state), storage_reader=ShardReader(folder))
     except CheckpointException as error:
-        raise UserError(f"the pieces in {folder} do not make up this run's model: {brief(error)}") from None
+        raise UserError(f"the shards in {folder} do not make up this run's model: {brief(error)}") from None
     return state

@@ -1,7 +1,7 @@
-"""Which recipes this user started: a run's folder may come from anybody, and its recipe names data and weights.
+"""Which recipes this user started: a run's folder may come from anywhere, and its recipe names data and weights.
 
-What is remembered lies outside all run folders: an empty file per recipe.json, named by its sha256, in
-~/.local/state/vitlab/runs. So a folder that was moved is still known, and one with a single other letter is not.
+The record is kept outside all run folders: an empty file per recipe.json, named by its sha256, in
+~/.local/state/vitlab/runs. So a folder that was moved is still trusted, and one with a single changed byte is not.
 """
 
 import os
@@ -23,16 +23,16 @@ def state_folder() -> Path:
 
 
 def remember(recipe: Path) -> None:
-    """This user vouches for what this recipe.json names."""
+    """Record that this user started the run of this recipe.json; a warning where that cannot be written."""
     try:
-        place = state_folder() / "runs"
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (place / sha256(recipe)).touch()
+        folder = state_folder() / "runs"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (folder / sha256(recipe)).touch()
     except OSError as error:
         warn(f"{state_folder()} cannot be written ({error.strerror}), so --resume will ask for this run's data again")
 
 
-def known(recipe: Path) -> bool:
+def is_trusted(recipe: Path) -> bool:
     try:
         return (state_folder() / "runs" / sha256(recipe)).exists()
     except OSError:
@@ -40,30 +40,31 @@ def known(recipe: Path) -> bool:
 
 
 def vet_data(spec: str, recipe: Path, command: str) -> None:
-    """Raise unless the data that a recipe.json names may be opened; `command` and the data is what to type instead."""
+    """Raise UserError unless the data that a recipe.json names may be opened; the message is to type `command` DATA."""
     if spec in BUILT_IN:
         return
     if spec.startswith(PIPE):
         raise UserError(
-            f"{recipe} asks to run the command {short(spec.removeprefix(PIPE))}; a command is only taken from the "
+            f"{recipe} asks to run the command {quote(spec.removeprefix(PIPE))}; a command is only taken from the "
             f"command line: {command}'pipe:COMMAND'"
         )
-    if not known(recipe):
+    if not is_trusted(recipe):
         raise UserError(
-            f"{recipe.parent} was not started here by you, so its data {short(spec)} is not opened unasked; name the "
+            f"{recipe.parent} was not started here by you, so its data {quote(spec)} is not opened unasked; name the "
             f"data to use: {command}DATA"
         )
 
 
-def vet_weights(name: str, recipe: Path) -> None:
-    if not known(recipe):
+def check_trusted_weights(name: str, recipe: Path) -> None:
+    """Raise UserError unless the weights that a recipe.json names may be opened."""
+    if not is_trusted(recipe):
         run = shlex.quote(str(recipe.parent))
         raise UserError(
-            f"{recipe.parent} was not started here by you, so its weights {short(name)} are not opened unasked; if "
-            f"you want them, name them: vitlab train --out {run} --resume weights=WEIGHTS data=DATA"
+            f"{recipe.parent} was not started here by you, so its weights {quote(name)} are not opened unasked; to "
+            f"use them, name them: vitlab train --out {run} --resume weights=WEIGHTS data=DATA"
         )
 
 
-def short(text: str) -> str:
-    """A stranger's words, without control characters and not too many."""
+def quote(text: str) -> str:
+    """Untrusted text in quotes, without control characters and at most 120 characters of it."""
     return repr(text if len(text) <= 120 else text[:120] + "...")

@@ -1,0 +1,69 @@
+"""What a run saves: checkpoints/last to resume from, checkpoints/best, and the final model."""
+
+import shutil
+from pathlib import Path
+
+from torch import Tensor
+
+from vitlab.errors import UserError
+from vitlab.models.variants import build
+from vitlab.training.checkpoint import (
+    CheckpointMeta,
+    disk_errors,
+    last_checkpoint,
+    replace_folder,
+    sibling,
+    write_checkpoint,
+)
+from vitlab.training.parallel import Cluster
+from vitlab.training.setup import RunSetup
+from vitlab.training.sharded import ShardedWriter
+from vitlab.weights import save
+
+
+class Saver:
+    """Writes a run's weights and state. All processes call it together; unless the run is sharded, the first writes."""
+
+    def __init__(self, setup: RunSetup, cluster: Cluster, *, sharded: bool) -> None:
+        self.setup, self.cluster = setup, cluster
+        self.writer = ShardedWriter(cluster) if sharded else None
+
+    def save(self, state: dict[str, Tensor], meta: CheckpointMeta, *, wait: bool) -> None:
+        """Write checkpoints/last. A sharded run writes it in the background, unless it is to `wait`."""
+        folder = last_checkpoint(self.setup.out)
+        if self.writer is not None:
+            self.writer.save(folder, state, meta)
+            if wait:
+                self.writer.wait()
+        elif self.cluster.first:
+            write_checkpoint(folder, state, meta)
+        self.cluster.barrier()
+
+    def check_background(self) -> None:
+        """Raise the error of a checkpoint that was written in the background, if there is one."""
+        if self.writer is not None:
+            self.writer.check_pending()
+
+    def save_best(self, weights: dict[str, Tensor]) -> None:
+        """Write checkpoints/best: the model alone, as `vitlab.load` reads it."""
+        if self.cluster.first:
+            best = self.setup.out / "checkpoints" / "best"
+            replace_folder(best, lambda new: self.write_model(new, weights))
+            shutil.rmtree(sibling(best, "old"), ignore_errors=True)
+        self.cluster.barrier()
+
+    def save_final(self, weights: dict[str, Tensor]) -> None:
+        """Write the model into the run's folder itself: model.safetensors and config.json."""
+        if self.cluster.first:
+            with disk_errors(self.setup.out):
+                self.write_model(self.setup.out, weights)
+        self.cluster.barrier()
+
+    def write_model(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        model = build(self.setup.config)
+        model.load_state_dict(weights)
+        labels = None if self.setup.recipe.objective == "masked" else self.setup.data.classes
+        try:
+            save(model, folder, preprocess=self.setup.preprocess, labels=labels)
+        except UserError as error:
+            raise OSError(str(error)) from error  # `disk_errors` adds how to continue

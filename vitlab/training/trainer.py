@@ -1,0 +1,280 @@
+"""The training step: micro-batches, gradients, the optimizer and averaged weights; and the test between steps.
+
+Everything random is a function of (seed, step), so that a resumed run equals the run that was never interrupted: the
+loader's batches, the model's dropout (its generator is seeded before every micro-batch) and the masks.
+"""
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitlab.data.loader import Batch
+from vitlab.data.rng import keys
+from vitlab.device import has_bf16, out_of_memory
+from vitlab.errors import UserError
+from vitlab.models.config import ViTConfig
+from vitlab.models.vit import ViT
+from vitlab.terminal import warn
+from vitlab.training.checkpoint import (
+    CheckpointMeta,
+    collect_state,
+    expected_state,
+    last_checkpoint,
+    remove_leftovers,
+    restore_state,
+)
+from vitlab.training.cuda_graph import GraphedStep, StepResult
+from vitlab.training.masked import MaskedPatches, PatchPrediction
+from vitlab.training.objectives import (
+    Classification,
+    Objective,
+    blank_batch,
+    measure_objective,
+    sigmoid_loss,
+    softmax_loss,
+)
+from vitlab.training.optim import Average, clip_gradients, learning_rate, make_optimizer, set_learning_rate
+from vitlab.training.parallel import Cluster, gather_full, gradient_sync, wrap_module
+from vitlab.training.setup import RunSetup, choose_micro, divisors, make_loaders
+from vitlab.training.sharded import read_state
+
+
+class Trainer:
+    """What one process trains: the model, its objective, the optimizer, the averaged weights and the data.
+
+    `core` is the module with plain parameter names; `module` is what a step calls, the same module or a wrapper
+    around it that shares gradients with other processes. `restored` describes the checkpoint it starts from.
+    """
+
+    def __init__(self, setup: RunSetup, cluster: Cluster) -> None:
+        r = setup.recipe
+        self.setup, self.recipe, self.cluster = setup, r, cluster
+        self.steps = r.steps or 0
+        self.bf16 = r.precision == "bfloat16" or (r.precision == "auto" and has_bf16(cluster.device))
+        self.dtype = torch.float64 if r.precision == "float64" else torch.float32
+        self.core, self.objective = self.make_core()
+        compiled = r.compile == "yes" or (r.compile == "auto" and cluster.device.type == "cuda")
+        self.module = wrap_module(self.core, cluster, recompute=r.recompute, compiled=compiled, parallel=r.parallel)
+        self.optimizer = make_optimizer(
+            self.core,
+            r.optimizer,
+            weight_decay=r.weight_decay,
+            betas=(r.beta1, r.beta2),
+            momentum=r.momentum,
+            capturable=r.cuda_graph and self.is_one_gpu,
+        )
+        self.graphed: GraphedStep | None = None
+        self.average = Average(self.core, r.ema) if r.ema else None
+        self.is_updating = False  # true while the optimizer changes weights
+        self.restored = self.restore()
+        self.micro = self.restored.micro
+        self.loader, self.test_loader = make_loaders(setup, cluster, self.micro)
+        self.batches = self.batches_from(self.restored.step)
+
+    def close(self) -> None:
+        """End the loader's workers now: garbage collection, which finalizes their queues first, would wait for them."""
+        self.batches = iter(())
+
+    # ---- start
+
+    def make_core(self) -> tuple[nn.Module, Objective]:
+        """The module that learns, on its device, and its objective."""
+        model, r, config = self.setup.make_model(), self.recipe, self.setup.config
+        core: nn.Module = model
+        objective: Objective = Classification(sigmoid_loss if r.objective == "sigmoid" else softmax_loss)
+        if r.objective == "masked":
+            if not isinstance(model, ViT) or not isinstance(config, ViTConfig):
+                raise UserError(f"masked patch prediction needs a transformer, and {r.model} is a ResNet")
+            core = MaskedPatches(model)
+            objective = PatchPrediction(self.setup.preprocess, r.seed, config.grid, config.stride)
+        if r.freeze == "body":
+            for name, p in core.named_parameters():
+                p.requires_grad_(name.startswith("head."))
+        return core.to(self.cluster.device, self.dtype), objective
+
+    def restore(self) -> CheckpointMeta:
+        """Load the checkpoint to resume from, if there is one, and return its metadata.
+
+        The micro-batch is chosen anew for a new run, and for another number of processes than the checkpoint's.
+        """
+        found, world = self.setup.checkpoint, self.cluster.world
+        if found is None or found.meta.world != world:
+            micro = choose_micro(self.setup, self.cluster, self.core, bf16=self.bf16)
+        if found is None:
+            return CheckpointMeta(step=0, log_bytes=0, micro=micro, best=None)
+        if self.cluster.first:
+            for reason in found.damaged:
+                warn(f"skipped the checkpoint {reason}")
+        trained = self.core, self.optimizer, self.average
+        restore_state(read_state(found.folder, expected_state(*trained)), *trained)
+        self.cluster.barrier()
+        if self.cluster.first:
+            remove_leftovers(last_checkpoint(self.setup.out), found.folder)
+        return found.meta if found.meta.world == world else dataclasses.replace(found.meta, micro=micro)
+
+    # ---- the training step
+
+    def step(self, step: int) -> StepResult:
+        """Train on one batch; its mean loss and the norm of its gradient, as tensors on the device."""
+        set_learning_rate(self.optimizer, self.learning_rate(step))
+        while (result := self.try_step(step)) is None:
+            self.shrink_micro(step)
+        if self.average is not None:
+            self.average.update(step)
+        return result
+
+    def try_step(self, step: int) -> StepResult | None:
+        """Change the weights once, or return None where memory ran out before that.
+
+        The error must be gone before the next attempt: its traceback holds the frames that hold the activations.
+        """
+        try:
+            if self.uses_cuda_graph:
+                return self.replay(step)
+            return self.accumulate(step), self.optimizer_step()
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            return None
+
+    def accumulate(self, step: int) -> Tensor:
+        """Add up the gradients of a batch over its micro-batches; return this process's mean loss."""
+        total = torch.zeros((), device=self.cluster.device, dtype=self.dtype)
+        for part in range(self.parts):
+            batch = self.next_batch(step, part)
+            with gradient_sync(self.module, last=part == self.parts - 1):
+                total += self.backward(batch, step)
+        return total
+
+    def next_batch(self, step: int, part: int) -> Batch:
+        """The next micro-batch, number `part` of a step, with the model's random generator seeded for it."""
+        if not self.module.training:
+            self.module.train()
+        batch = next(self.batches)
+        torch.manual_seed(dropout_seed(self.recipe.seed, step, part, self.cluster.rank))
+        return batch
+
+    def backward(self, batch: Batch, step: int) -> Tensor:
+        """Add a micro-batch's share to the gradients; return its share of the loss."""
+        with self.autocast():
+            loss = self.objective.loss(self.module, batch, step) / self.parts
+        loss.backward()
+        return loss.detach()
+
+    def optimizer_step(self) -> Tensor:
+        """Clip the gradients, change the weights, and return the gradients' norm before clipping."""
+        norm = clip_gradients(self.core.parameters(), self.recipe.clip)
+        self.is_updating = True
+        self.optimizer.step()
+        self.is_updating = False
+        self.optimizer.zero_grad()
+        return norm
+
+    def learning_rate(self, step: int) -> float:
+        r = self.recipe
+        return learning_rate(step, base=r.lr, steps=self.steps, warmup=r.warmup, decay=r.decay)
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.cluster.device.type, torch.bfloat16, enabled=self.bf16)
+
+    # ---- the step as a CUDA graph
+
+    @property
+    def is_one_gpu(self) -> bool:
+        return self.cluster.device.type == "cuda" and self.cluster.world == 1
+
+    @property
+    def uses_cuda_graph(self) -> bool:
+        r = self.recipe
+        if not (r.cuda_graph and self.is_one_gpu and self.parts == 1):
+            return False
+        # masks are drawn on the host, and recomputation keeps the random generator's state there
+        return r.optimizer == "adamw" and r.objective != "masked" and not r.recompute
+
+    def replay(self, step: int) -> StepResult:
+        """A step as one CUDA graph, once it is recorded."""
+        if self.graphed is None:
+            self.graphed = GraphedStep(lambda batch: (self.backward(batch, step), self.optimizer_step()))
+        return self.graphed(self.next_batch(step, 0))
+
+    # ---- micro-batches
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of this process in a step."""
+        return self.recipe.batch // (self.micro * self.cluster.world)
+
+    def batches_from(self, step: int) -> Iterator[Batch]:
+        """This process's micro-batches from a step on, without end."""
+        self.loader.batch = self.micro * self.cluster.world
+        return map(self.cast, self.loader.batches(step * self.parts))
+
+    def cast(self, batch: Batch) -> Batch:
+        return batch if self.dtype == torch.float32 else dataclasses.replace(batch, images=batch.images.to(self.dtype))
+
+    def shrink_micro(self, step: int) -> None:
+        """Prepare to repeat a step that ran out of memory with a smaller micro-batch; raise where there is none."""
+        smaller = [d for d in divisors(self.micro) if d < self.micro]
+        if not smaller or self.cluster.world > 1 or self.is_updating:  # partly changed weights cannot repeat the step
+            raise UserError(
+                f"out of memory with micro-batches of {self.micro} images; set micro={smaller[0] if smaller else 1}, "
+                "recompute=true, or a smaller image_size or model"
+            )
+        warn(f"out of memory with micro-batches of {self.micro} images; continuing with {smaller[0]}")
+        self.micro = smaller[0]
+        self.graphed = None
+        self.optimizer.zero_grad()
+        self.batches = self.batches_from(step)
+        self.test_loader.shrink(2 * self.micro)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    # ---- between steps
+
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Reports on the test set by kind of weights: "test" for the current ones, "ema" for the averaged ones."""
+        reports = {"test": self.measure()}
+        if self.average is not None:
+            with self.average.swap_in():
+                reports["ema"] = self.measure()
+        return reports
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, float]:
+        """The objective's report on the test set, every image counted once over all processes."""
+        self.module.eval()
+        most = -(-len(self.setup.data.test) // self.cluster.world)  # images of the process that has most
+        # eager: a test set has batches of two sizes, and each would be compiled anew
+        with self.autocast(), torch.compiler.set_stance("force_eager"):
+            return measure_objective(
+                self.objective,
+                self.module if self.is_sharded else self.core,
+                map(self.cast, self.test_loader.batches()),
+                lambda: self.cast(blank_batch(self.setup.config.image_size, self.cluster.device)),
+                self.cluster,
+                passes=-(-most // self.test_loader.batch),
+            )
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.module is self.core and self.cluster.world > 1
+
+    def state(self) -> dict[str, Tensor]:
+        """All tensors that a checkpoint holds, by name; nothing is copied."""
+        return collect_state(self.core, self.optimizer, self.average)
+
+    def final_weights(self) -> dict[str, Tensor]:
+        """The model's weights on the CPU, unsharded, and averaged if the run averages."""
+        with self.average.swap_in() if self.average is not None else nullcontext():
+            model = self.core.vit if isinstance(self.core, MaskedPatches) else self.core
+            return {name: gather_full(tensor).detach().cpu().clone() for name, tensor in model.state_dict().items()}
+
+
+def dropout_seed(*parts: int) -> int:
+    """A seed for the model's own draws from (seed, step, micro-batch, rank)."""
+    return int(keys(*parts)[0] >> np.uint64(1))
