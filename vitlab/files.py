@@ -8,7 +8,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors import SafetensorError
 
@@ -105,6 +105,31 @@ def write_text(path: Path, text: str) -> None:
         os.replace(new, path)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
+    """Open a file that replaces `path` when the block ends, and is removed where the block raises."""
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(new, mode) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
+    finally:  # after the replacement there is nothing here
+        new.unlink(missing_ok=True)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; one that cannot be read or is no UTF-8 is a UserError."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def cache_folder() -> Path:

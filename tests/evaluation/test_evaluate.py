@@ -18,7 +18,8 @@ from vitlab.data.source import ArraySource, Subset
 from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
 from vitlab.evaluation.classes import match_classes, read_names
-from vitlab.evaluation.evaluate import Evaluation, evaluate, open_split, score, to_json, write_results
+from vitlab.evaluation.evaluate import evaluate, open_split, score
+from vitlab.evaluation.result import Evaluation
 from vitlab.weights import load
 
 NAMES = ("ant", "bee", "cat", "dog", "elk", "fox", "gnu")
@@ -105,7 +106,7 @@ def test_a_class_without_images_in_the_split(run: Path, pictures: ArraySource) -
     part = Subset(pictures, np.flatnonzero(pictures.labels != 2))
     found = evaluate(load(run), part, device="cpu")
     same_scores(found, own_logits(run, part), part.labels, 7)
-    last = to_json(found)["per_class"][-1]
+    last = found.to_json()["per_class"][-1]
     assert (last["class"], last["images"], last["recall"], last["recall_low"]) == ("cat", 0, None, None)
 
 
@@ -171,7 +172,7 @@ def test_real_in_an_evaluation() -> None:
     assert vars(found.real.counts) == {"images": 3, "correct": 2, "skipped": 1}
     assert found.real.accuracy.value == pytest.approx(2 / 3)
     assert found.real.own == 2  # 5 and 9 are in their lists, 8 is not
-    assert to_json(found)["real"]["skipped"] == 1
+    assert found.to_json()["real"]["skipped"] == 1
 
 
 def test_real_needs_imagenets_classes(run: Path, pictures: ArraySource) -> None:
@@ -184,10 +185,10 @@ def test_real_needs_imagenets_classes(run: Path, pictures: ArraySource) -> None:
 
 def test_files_say_what_the_arrays_say(run: Path, pictures: ArraySource, tmp_path: Path) -> None:
     found = evaluate(load(run), pictures, device="cpu")
-    write_results(found, tmp_path / "new" / "scores", {"data": "pictures"})
+    found.write_results(tmp_path / "new" / "scores", {"data": "pictures"})
     folder = tmp_path / "new" / "scores"
     said = json.loads((folder / "scores.json").read_text())
-    assert said == {"data": "pictures", **json.loads(json.dumps(to_json(found), allow_nan=False))}
+    assert said == {"data": "pictures", **json.loads(json.dumps(found.to_json(), allow_nan=False))}
     matrix = np.zeros((7, 7), int)
     for truth, guess, images in said["confusion"]:
         matrix[truth, guess] = images

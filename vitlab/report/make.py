@@ -18,7 +18,8 @@ from vitlab.data.images import BrokenImage
 from vitlab.data.source import Data, open_data
 from vitlab.device import memory_errors
 from vitlab.errors import UserError
-from vitlab.evaluation.evaluate import Evaluation, evaluate
+from vitlab.evaluation.evaluate import evaluate
+from vitlab.evaluation.result import Evaluation
 from vitlab.models.variants import Model, build
 from vitlab.plots import curves, scores, style
 from vitlab.plots.scores import NAMED
