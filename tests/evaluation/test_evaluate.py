@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_random(folder: Path, name: str, labels: tuple[str, ...]) -> Path:
-    """A model whose head is drawn too, so that its guesses are anything."""
+    """A model whose head is random too, so that its predictions vary."""
     torch.manual_seed(0)
     model = vitlab.create(name, classes=len(labels), image_size=8, depth=1, width=16, mlp=16, heads=2)
     assert model.head is not None
@@ -90,7 +90,7 @@ def test_classes_in_another_order_are_matched_by_name(run: Path, pictures: Array
 
 
 def test_a_set_with_fewer_classes_counts_all_its_images(run: Path, pictures: ArraySource) -> None:
-    """Guesses of classes that the set lacks are wrong guesses, and every image stays in the count."""
+    """Predictions of classes that the set lacks are wrong, and every image is counted."""
     known = np.flatnonzero(np.isin(pictures.labels, [1, 4]))
     two = ArraySource("picture", pictures.pixels[known], (pictures.labels[known] == 1).astype(np.int64), ("elk", "bee"))
     found = evaluate(load(run), two, device="cpu")
@@ -110,7 +110,7 @@ def test_a_class_without_images_in_the_split(run: Path, pictures: ArraySource) -
     assert (last["class"], last["images"], last["recall"], last["recall_low"]) == ("cat", 0, None, None)
 
 
-def test_classes_that_the_model_does_not_know(run: Path, pictures: ArraySource) -> None:
+def test_classes_that_the_model_lacks(run: Path, pictures: ArraySource) -> None:
     other = ArraySource("picture", pictures.pixels, pictures.labels, ("ant", "bee", "cat", "dog", "elk", "owl", "pig"))
     with pytest.raises(UserError, match=r"2 of the set's 7 classes: 'owl', 'pig'"):
         evaluate(load(run), other, device="cpu")
@@ -121,7 +121,7 @@ def test_classes_that_the_model_does_not_know(run: Path, pictures: ArraySource) 
 
 def test_matching() -> None:
     assert match_classes(("a", "b", "c"), 3, ("c", "a")).place.tolist() == [2, 0]
-    assert match_classes(("a", "a"), 2, ("a", "a")).place.tolist() == [0, 1]  # the very same names: no doubt
+    assert match_classes(("a", "a"), 2, ("a", "a")).place.tolist() == [0, 1]  # the same names in the same order
     nameless = match_classes(None, 2, ("x", "y"))
     assert nameless.names == ("x", "y")
     assert "by position" in nameless.note
@@ -183,17 +183,17 @@ def test_real_needs_imagenets_classes(run: Path, pictures: ArraySource) -> None:
 # ---- files
 
 
-def test_files_say_what_the_arrays_say(run: Path, pictures: ArraySource, tmp_path: Path) -> None:
+def test_files_hold_what_the_arrays_hold(run: Path, pictures: ArraySource, tmp_path: Path) -> None:
     found = evaluate(load(run), pictures, device="cpu")
     found.write_results(tmp_path / "new" / "scores", {"data": "pictures"})
     folder = tmp_path / "new" / "scores"
-    said = json.loads((folder / "scores.json").read_text())
-    assert said == {"data": "pictures", **json.loads(json.dumps(found.to_json(), allow_nan=False))}
+    scores = json.loads((folder / "scores.json").read_text())
+    assert scores == {"data": "pictures", **json.loads(json.dumps(found.to_json(), allow_nan=False))}
     matrix = np.zeros((7, 7), int)
-    for truth, guess, images in said["confusion"]:
+    for truth, guess, images in scores["confusion"]:
         matrix[truth, guess] = images
     assert (matrix == found.matrix).all()
-    assert said["images"] == sum(b["images"] for b in said["calibration"]) == 37
+    assert scores["images"] == sum(b["images"] for b in scores["calibration"]) == 37
     rows = list(csv.DictReader((folder / "predictions.csv").open()))
     assert [row["image"] for row in rows] == [f"picture {i}" for i in range(37)]
     assert [row["truth"] for row in rows] == [NAMES[i] for i in pictures.labels]
@@ -209,10 +209,10 @@ def test_files_say_what_the_arrays_say(run: Path, pictures: ArraySource, tmp_pat
     )
 
 
-# ---- the verb
+# ---- the command
 
 
-def verb(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+def run_command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(sys, "argv", ["vitlab", *words])
     with pytest.raises(SystemExit) as stop:
@@ -231,14 +231,14 @@ def photos(root: Path, per_class: int = 10) -> Path:
 
 def test_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     save_random(tmp_path / "run", "Ti/2", tuple(str(i) for i in range(10)))
-    code = verb(monkeypatch, "evaluate", str(tmp_path / "run"), "digits", "--json", str(tmp_path / "s.json"))
+    code = run_command(monkeypatch, "evaluate", str(tmp_path / "run"), "digits", "--json", str(tmp_path / "s.json"))
     printed = capsys.readouterr().out
     assert code == 0
     assert "599 images of digits, test" in printed
-    said = json.loads((tmp_path / "s.json").read_text())
+    scores = json.loads((tmp_path / "s.json").read_text())
     source, _ = open_split("digits", "test")
     right = (own_logits(tmp_path / "run", source).argmax(1) == source.labels).mean()
-    assert said["top1"]["value"] == pytest.approx(right)
+    assert scores["top1"]["value"] == pytest.approx(right)
     assert f"{right:.2%}" in printed
 
 
@@ -246,18 +246,18 @@ def test_a_split_of_ones_own(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = photos(tmp_path / "photos")
-    assert verb(monkeypatch, "evaluate", str(run), str(root)) == 0
+    assert run_command(monkeypatch, "evaluate", str(run), str(root)) == 0
     assert "14 images" in capsys.readouterr().out  # two of ten of each class are held out
-    assert verb(monkeypatch, "evaluate", str(run), str(root), "--split", "all") == 0
+    assert run_command(monkeypatch, "evaluate", str(run), str(root), "--split", "all") == 0
     assert "70 images" in capsys.readouterr().out
-    assert verb(monkeypatch, "evaluate", str(run), str(root), "--split", "validation") == 1
+    assert run_command(monkeypatch, "evaluate", str(run), str(root), "--split", "validation") == 1
     assert "has no validation split" in capsys.readouterr().err
-    assert verb(monkeypatch, "evaluate", str(run), str(root), "--split", "tset") == 1
+    assert run_command(monkeypatch, "evaluate", str(run), str(root), "--split", "tset") == 1
     assert "there is no split 'tset'" in capsys.readouterr().err
 
 
 def test_the_share_that_a_run_held_out(run: Path, tmp_path: Path) -> None:
-    """The verb asks the run's recipe, so that it tests on no image that the run was trained on."""
+    """The command reads the run's recipe, so that it tests on no image that the run was trained on."""
     from vitlab.cli.evaluating import training_of
     from vitlab.models.config import Preprocess
     from vitlab.models.variants import configure
@@ -281,7 +281,7 @@ def test_a_corrupt_image_is_an_error_that_names_it(
     root = photos(tmp_path / "photos", 3)
     bad = root / "dog" / "1.png"
     bad.write_bytes(bad.read_bytes()[:60])
-    code = verb(monkeypatch, "evaluate", str(run), str(root), "--split", "all", "--out", str(tmp_path / "out"))
+    code = run_command(monkeypatch, "evaluate", str(run), str(root), "--split", "all", "--out", str(tmp_path / "out"))
     printed = capsys.readouterr()
     assert code == 1
     assert str(bad) in printed.err

@@ -135,7 +135,7 @@ def test_interrupted_and_continued(tmp_path: Path, pieces: Callable[[Path], list
     assert_array_equal(again.values, complete.values)
 
 
-def test_a_damaged_piece_is_computed_again(
+def test_a_broken_piece_is_computed_again(
     tmp_path: Path, pieces: Callable[[Path], list[Path]], caplog: pytest.LogCaptureFixture
 ) -> None:
     model, source = tiny(), Counted()

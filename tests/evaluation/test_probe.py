@@ -69,7 +69,7 @@ def test_the_objective_and_its_gradient_are_those_of_autograd() -> None:
 
 
 def test_the_solution_is_the_minimum() -> None:
-    """The problem is convex: from any start it ends at the same minimum, and every step from there increases the loss."""
+    """The problem is convex: any start ends at the same minimum, and every step from there increases the loss."""
     train = blobs(300)
     fresh = logistic(train.values, train.labels, 5, 1e-3)
     other = logistic(train.values, train.labels, 5, 1e-3, start=logistic(train.values, train.labels, 5, 1.0), chunk=31)

@@ -1,4 +1,4 @@
-"""Figures as a reader meets them: every word inside the page, none on another, the right picture in each panel."""
+"""Figures as drawn: all text inside the page, none overlapping, the right image in each panel."""
 
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import pytest
 matplotlib = pytest.importorskip("matplotlib")
 
 from vitlab.plots import inside, style  # noqa: E402
-from vitlab.plots.steps import clipped, spread, steps_figure  # noqa: E402
+from vitlab.plots.steps import pick_evenly, steps_figure  # noqa: E402
 
 RANDOM = np.random.default_rng(0)
 LOOKS = "where all tokens look, on average"  # the longer of the two
@@ -87,7 +87,7 @@ FIGURES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_words_are_whole_and_apart(name: str) -> None:
+def test_text_is_inside_the_page_and_apart(name: str) -> None:
     figure = FIGURES[name]()
     figure.set_dpi(80)  # inches decide; fewer pixels draw faster
     figure.draw_without_rendering()
@@ -104,7 +104,7 @@ def test_words_are_whole_and_apart(name: str) -> None:
         for other, another in boxes[i + 1 :]:
             across = min(box.x1, another.x1) - max(box.x0, another.x0)
             down = min(box.y1, another.y1) - max(box.y0, another.y0)
-            assert min(across, down) < 1.5, f"'{one}' lies on '{other}'"
+            assert min(across, down) < 1.5, f"'{one}' overlaps '{other}'"
 
 
 def pictures(figure: Any) -> list[np.ndarray]:
@@ -128,7 +128,7 @@ def test_overlay_is_brightest_where_the_map_is() -> None:
     np.testing.assert_allclose(got[7, 7], low, atol=1e-6)  # and of the first one
 
 
-def test_overlay_does_not_drown_in_a_few_cells() -> None:
+def test_overlay_is_not_dominated_by_a_few_cells() -> None:
     grid = np.full((10, 10), 0.001)
     grid[5, 5], grid[0, 0], grid[0, 9] = 0.004, 0.5, 0.4
     got = inside.overlay(np.zeros((110, 110, 3)), grid)
@@ -143,7 +143,7 @@ def test_overlay_of_an_even_map_is_even(value: float) -> None:
     assert len(np.unique(got.reshape(-1, 3), axis=0)) == 1
 
 
-def test_a_filter_keeps_zero_grey() -> None:
+def test_filters_are_gray_at_zero() -> None:
     filters = np.zeros((2, 4, 4, 3))
     filters[0, 0, 0] = [-2, 1, 0]
     first, second = pictures(inside.filters_figure(filters, np.array([0.9, 0.1]), False))
@@ -187,23 +187,23 @@ def test_class_scores_are_a_softmax_by_rank() -> None:
     these = steps(classes=3)
     these.logits = np.log(np.array([0.2, 0.7, 0.1], np.float32))
     figure = steps_figure(these, layer_names(12), ["cat", "dog", "owl"], LOOKS, False)
-    said = [text.get_text() for text in figure.axes[-1].texts]
-    assert said == ["dog", "70.0%", "cat", "20.0%", "owl", "10.0%"]
+    texts = [text.get_text() for text in figure.axes[-1].texts]
+    assert texts == ["dog", "70.0%", "cat", "20.0%", "owl", "10.0%"]
     assert [bar.get_width() for bar in figure.axes[-1].patches] == pytest.approx([0.7, 0.2, 0.1])
 
 
 def test_long_names_are_clipped_and_short_ones_are_not() -> None:
-    assert clipped("dog") == "dog"
-    assert len(clipped("w" * 80)) == 24
-    assert clipped("a class with a name, which is long").endswith("…")
+    assert style.shorten("dog") == "dog"
+    assert len(style.shorten("w" * 80)) == 24
+    assert style.shorten("a class with a name, which is long").endswith("…")
 
 
 @pytest.mark.parametrize(("count", "chosen"), [(1, [0]), (4, [0, 1, 2, 3]), (12, [0, 2, 4, 7, 9, 11])])
 def test_depths_run_from_the_first_to_the_last(count: int, chosen: list[int]) -> None:
-    assert spread(count, 6) == chosen
+    assert pick_evenly(count, 6) == chosen
 
 
-def test_files_are_whole_and_the_same_again(tmp_path: Path) -> None:
+def test_files_are_complete_and_reproducible(tmp_path: Path) -> None:
     distance = np.arange(6.0).reshape(3, 2)
     for name in ("one", "two"):
         written = style.write(inside.distance_figure(distance, 2, 3), tmp_path / name, ("png", "svg"))

@@ -1,4 +1,4 @@
-"""Figures of a classifier's scores: which classes it takes for which, and whether it knows how sure it may be."""
+"""Figures of a classifier's scores: the confusion matrix and the calibration."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -6,18 +6,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vitlab.plots.style import COLORS, FAINT, INK, MAP, drawing, new_figure
+from vitlab.plots.style import COLORS, FAINT, INK, MAP, drawing, new_figure, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COUNTED = 15  # classes up to which cells show their number of images
 NAMED = 60  # classes up to which rows and columns show their names
-LONGEST = 24  # letters of a name
 
 
 class Binned(Protocol):
-    """A calibration: per bin of confidence the images, their mean confidence and their accuracy (nan: none)."""
+    """A calibration: images, mean confidence and accuracy of each bin of confidence (nan where it is empty)."""
 
     @property
     def error(self) -> float: ...
@@ -33,9 +32,9 @@ class Binned(Protocol):
 
 
 def confusion_figure(matrix: NDArray[np.int64], names: Sequence[str]) -> "Figure":
-    """Shares of each class's images (rows) by guess (columns); a class without images is grey.
+    """Draw the shares of each class's images (rows) by prediction (columns); a class without images is gray.
 
-    Of many classes, those that have no images and are never guessed are left out.
+    Of many classes, those without images that are never predicted are left out.
     """
     shown = np.arange(len(names))
     if len(names) > NAMED:
@@ -53,7 +52,7 @@ def confusion_figure(matrix: NDArray[np.int64], names: Sequence[str]) -> "Figure
         images = matrix.sum(1, keepdims=True)
         share = np.ma.masked_where(np.broadcast_to(images == 0, matrix.shape), matrix / np.maximum(images, 1))
         colors = matplotlib.colormaps[MAP].with_extremes(bad="#D9D9D9")
-        # the root: a few per cent taken for another class are the news, and would look like none
+        # the square root makes a few per cent of confusion visible
         picture = axes.imshow(share, cmap=colors, norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
         bar = figure.colorbar(picture, ax=axes, shrink=0.8, pad=0.02, ticks=[0, 0.01, 0.05, 0.2, 0.5, 1])
         bar.ax.set_yticklabels(["0", "1 %", "5 %", "20 %", "50 %", "100 %"])
@@ -71,7 +70,7 @@ def name_axes(axes: Any, names: Sequence[str], numbers: NDArray[np.int64]) -> No
     k = len(names)
     if k <= NAMED:
         size = 9 if k <= COUNTED else 7
-        words = [short(name) for name in names]
+        words = [shorten(name) for name in names]
         upright = max(map(len, words)) > 2
         turn: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if upright else {}
         axes.set_xticks(range(k), words, fontsize=size, parse_math=False, **turn)
@@ -95,20 +94,14 @@ def write_counts(axes: Any, matrix: NDArray[np.int64], share: Any) -> None:
             axes.text(j, i, f"{images}", ha="center", va="center", fontsize=size, color="white" if dark else "black")
 
 
-def short(name: str) -> str:
-    """A name that leaves room for the picture, on one line."""
-    flat = " ".join(name.split()) or name
-    return flat if len(flat) <= LONGEST else flat[: LONGEST - 1] + "…"
-
-
 def calibration_figure(calibration: Binned) -> "Figure":
-    """Accuracy by confidence; on the diagonal a model is right as often as it says. Below, the images of each bin."""
+    """Draw accuracy by confidence, equal on the diagonal, and below it the number of images in each bin."""
     count, bins = calibration.count, len(calibration.count)
     left, full = np.arange(bins) / bins, calibration.count > 0
     with drawing():
         figure = new_figure(5.2, 5.4)
         top, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-        top.plot([0, 1], [0, 1], color=FAINT, linestyle="--", linewidth=1, label="right as often as it says")
+        top.plot([0, 1], [0, 1], color=FAINT, linestyle="--", linewidth=1, label="accuracy equals confidence")
         heights = calibration.accuracy[full]
         top.bar(left[full], heights, 1 / bins, align="edge", color=COLORS[0], alpha=0.75, edgecolor="white")
         mean, label = calibration.confidence[full], "accuracy at the mean confidence"
