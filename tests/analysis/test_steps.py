@@ -9,9 +9,10 @@ from torch import Tensor
 
 import vitlab
 from vitlab.analysis.rollout import rollout, to_grid
-from vitlab.analysis.steps import Steps, five_steps, principal_components
+from vitlab.analysis.steps import five_steps, principal_components
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, StemConfig, ViTConfig
+from vitlab.plots.steps import Steps
 
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -232,7 +232,7 @@ def test_a_broken_image_is_named(tmp_path: Path, pieces: Callable[[Path], list[P
     bad.write_bytes(bad.read_bytes()[:40])
     source, keep = open_data(str(tmp_path / "photos"), holdout=0.01).train, tmp_path / "kept"
     assert str(bad) in {source.name(i) for i in range(len(source))}
-    with pytest.raises(UserError, match=r"dog/50\.png cannot be read .*mend or remove it"):
+    with pytest.raises(UserError, match=r"dog/50\.png cannot be read"):
         small(tiny(), source, keep=keep)  # type: ignore[arg-type]
     assert len(pieces(keep)) == 1  # the pieces before it are kept
 

@@ -69,7 +69,7 @@ def layer_weights(layer: Attention, x: Tensor, grid: Size | None, axis: int) -> 
 
 
 def dense(weights: Tensor, grid: Size, axis: int) -> Tensor:
-    """Expand attention within each row (axis 0) or column (axis 1) of the grid to weights (B, H, hw, hw) over all of it."""
+    """Expand attention within rows (axis 0) or columns (axis 1) of the grid to weights (B, H, hw, hw) over all."""
     h, w = grid
     lines = grid[axis]
     weights = weights.unflatten(0, (-1, lines)).transpose(1, 2)  # (B, H, lines, length, length)

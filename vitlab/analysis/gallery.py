@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitlab.analysis.distance import batch_size, cell_distances, depth_trend, mean_distance
 from vitlab.analysis.embeddings import patch_filters, position_similarity, position_trend
-from vitlab.analysis.steps import Steps, five_steps
+from vitlab.analysis.steps import five_steps
 from vitlab.data.folder import walk
 from vitlab.data.images import BrokenImage, decode
 from vitlab.data.transforms import eval_image
@@ -25,7 +25,7 @@ from vitlab.files import atomic_file
 from vitlab.models.config import ViTConfig
 from vitlab.models.vit import ViT
 from vitlab.plots import inside, style
-from vitlab.plots.steps import pick_evenly, steps_figure
+from vitlab.plots.steps import Steps, pick_evenly, steps_figure
 from vitlab.terminal import progress
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Gallery:
 
     def write(self, paths: Sequence[Path], report: Report) -> None:
         """Write the chosen figures of the model and of the images at `paths`; report a line for each finished part."""
-        if not paths and any(name not in OF_WEIGHTS for name in self.figures):
+        if not paths and not set(self.figures) <= set(OF_WEIGHTS):
             raise UserError(f"name at least one image; only the figures {' and '.join(OF_WEIGHTS)} need none")
         with style.drawing():  # without matplotlib this fails now rather than after the work
             pass
@@ -73,7 +73,7 @@ class Gallery:
             report(self.write_positions())
         if "distance" in self.figures:
             report(self.write_distance(paths))
-        if any(name in OF_IMAGE for name in self.figures):
+        if set(OF_IMAGE) & set(self.figures):
             report(self.write_images(paths))
 
     # ---- of the model

@@ -4,7 +4,6 @@ Shapes: h and w the grid of tokens, N = hw of them, D width, L layers, H heads, 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,21 +16,9 @@ from vitlab.errors import UserError
 from vitlab.models.config import Size
 from vitlab.models.resnet import ResNet
 from vitlab.models.vit import ViT
+from vitlab.plots.steps import Steps
 
 Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The intermediate results of one image. An axial block has two attention layers, and counts twice in L."""
-
-    pixels: Floats  # (height, width, 3) in [0, 1]: the model's input, denormalized
-    tokens: Floats  # (h, w, 3) in [0, 1]: the patch tokens before positions, in colors by PCA
-    positions: Floats  # (h, w, 3) in [0, 1]: the position embeddings likewise; zeros where there are none at the stem
-    depths: Floats  # (blocks, h, w, 3): the tokens after each block, a PCA each, signs as in the block before
-    attention: Floats  # (L, H, h, w): of the class token (or of all tokens, on average); each sums to 1
-    rollout: Floats  # (h, w): the same through all layers
-    logits: Floats  # (K,); empty where the model has no head
 
 
 @torch.no_grad()

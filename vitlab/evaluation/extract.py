@@ -79,9 +79,12 @@ def extract(
             with eval_mode(model, target):
                 run = BatchRunner(model, what, target, half, left)
                 number = pick_workers(target) if workers is None else workers
-                rows = compute_batches(run, model, source, missing, size, number, target)
+                batches = compute_batches(run, model, source, missing, size, number)
                 for span in missing:
-                    fill_rows(values[span.start : span.stop], rows, advance)
+                    for start in range(span.start, span.stop, size):
+                        rows = next(batches)
+                        values[start : start + len(rows)] = rows
+                        advance(len(rows))
                     if cache is not None:
                         cache.write(span, values)
     return Features(values, source.labels)
@@ -150,18 +153,12 @@ class BatchRunner:
 
 
 def compute_batches(
-    run: BatchRunner,
-    model: Model,
-    source: ImageSource,
-    spans: list[range],
-    batch: int,
-    workers: int,
-    device: torch.device,
+    run: BatchRunner, model: Model, source: ImageSource, spans: list[range], batch: int, workers: int
 ) -> Iterator[Values]:
     """Yield the values of the spans' images, batch by batch; no batch crosses from one span into the next."""
     part = Subset(source, np.concatenate([np.arange(span.start, span.stop) for span in spans]))
     size, preprocess = model.config.image_size, model.card.preprocess
-    loader = EvalLoader(part, size, preprocess, batch=batch, workers=workers, device=device, resident=False)
+    loader = EvalLoader(part, size, preprocess, batch=batch, workers=workers, device=run.device, resident=False)
     for loaded in loader.batches():
         values = run(loaded.images, len(loaded.images) == batch)
         bad = ~np.isfinite(values).all(1)
@@ -169,12 +166,3 @@ def compute_batches(
             name = part.name(int(loaded.index[int(bad.argmax())]))
             raise UserError(f"the model gives no finite numbers for {name}; its weights may be damaged")
         yield values
-
-
-def fill_rows(target: Values, rows: Iterator[Values], advance: Callable[[int], None]) -> None:
-    at = 0
-    while at < len(target):
-        values = next(rows)
-        target[at : at + len(values)] = values
-        at += len(values)
-        advance(len(values))

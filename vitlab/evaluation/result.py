@@ -116,7 +116,7 @@ class Evaluation:
         rows = zip(self.files, truth, guess, (f"{value:.6f}" for value in self.confidence), strict=True)
         write_text(folder / "predictions.csv", csv_text(("image", "truth", "guess", "confidence"), rows))
         style.write(scores.confusion_figure(self.matrix, self.names), folder / "confusion")
-        style.write(scores.calibration_figure(self.calibration), folder / "calibration")
+        style.write(scores.calibration_figure(**vars(self.calibration)), folder / "calibration")
 
 
 def bins_to_json(calibration: Calibration) -> list[dict[str, float | int | None]]:

@@ -1,7 +1,7 @@
 """Figures of a classifier's scores: the confusion matrix and the calibration."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,27 +11,13 @@ from vitlab.plots.style import COLORS, FAINT, INK, MAP, drawing, new_figure, sho
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 COUNTED = 15  # classes up to which cells show their number of images
 NAMED = 60  # classes up to which rows and columns show their names
 
 
-class Binned(Protocol):
-    """A calibration: images, mean confidence and accuracy of each bin of confidence (nan where it is empty)."""
-
-    @property
-    def error(self) -> float: ...
-
-    @property
-    def count(self) -> NDArray[np.int64]: ...
-
-    @property
-    def confidence(self) -> NDArray[np.float64]: ...
-
-    @property
-    def accuracy(self) -> NDArray[np.float64]: ...
-
-
-def confusion_figure(matrix: NDArray[np.int64], names: Sequence[str]) -> "Figure":
+def confusion_figure(matrix: Ints, names: Sequence[str]) -> "Figure":
     """Draw the shares of each class's images (rows) by prediction (columns); a class without images is gray.
 
     Of many classes, those without images that are never predicted are left out.
@@ -66,7 +52,7 @@ def confusion_figure(matrix: NDArray[np.int64], names: Sequence[str]) -> "Figure
     return figure
 
 
-def name_axes(axes: Any, names: Sequence[str], numbers: NDArray[np.int64]) -> None:
+def name_axes(axes: Any, names: Sequence[str], numbers: Ints) -> None:
     k = len(names)
     if k <= NAMED:
         size = 9 if k <= COUNTED else 7
@@ -86,7 +72,7 @@ def name_axes(axes: Any, names: Sequence[str], numbers: NDArray[np.int64]) -> No
         axes.set_ylabel("truth, by number of the class")
 
 
-def write_counts(axes: Any, matrix: NDArray[np.int64], share: Any) -> None:
+def write_counts(axes: Any, matrix: Ints, share: Any) -> None:
     for (i, j), images in np.ndenumerate(matrix):
         if images:
             dark = float(share[i, j]) < 0.4
@@ -94,20 +80,23 @@ def write_counts(axes: Any, matrix: NDArray[np.int64], share: Any) -> None:
             axes.text(j, i, f"{images}", ha="center", va="center", fontsize=size, color="white" if dark else "black")
 
 
-def calibration_figure(calibration: Binned) -> "Figure":
-    """Draw accuracy by confidence, equal on the diagonal, and below it the number of images in each bin."""
-    count, bins = calibration.count, len(calibration.count)
-    left, full = np.arange(bins) / bins, calibration.count > 0
+def calibration_figure(error: float, count: Ints, confidence: Floats, accuracy: Floats) -> "Figure":
+    """Draw accuracy by confidence, equal on the diagonal, and below it the number of images in each bin.
+
+    `count`, mean `confidence` and `accuracy` are (B,) by bin of confidence, nan where a bin is empty.
+    """
+    bins = len(count)
+    left, full = np.arange(bins) / bins, count > 0
     with drawing():
         figure = new_figure(5.2, 5.4)
         top, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
         top.plot([0, 1], [0, 1], color=FAINT, linestyle="--", linewidth=1, label="accuracy equals confidence")
-        heights = calibration.accuracy[full]
+        heights = accuracy[full]
         top.bar(left[full], heights, 1 / bins, align="edge", color=COLORS[0], alpha=0.75, edgecolor="white")
-        mean, label = calibration.confidence[full], "accuracy at the mean confidence"
+        mean, label = confidence[full], "accuracy at the mean confidence"
         top.plot(mean, heights, marker="o", markersize=4, color=COLORS[1], label=label)
         top.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy")
-        top.set_title(f"calibration error {calibration.error:.1%}, {int(count.sum()):,} images", loc="left")
+        top.set_title(f"calibration error {error:.1%}, {int(count.sum()):,} images", loc="left")
         figure.legend(loc="outside lower center", ncols=2)
         below.bar(left, count, 1 / bins, align="edge", color=FAINT, edgecolor="white")
         below.set_yscale("symlog", linthresh=10)

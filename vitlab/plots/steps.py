@@ -4,7 +4,8 @@ Shapes: height and width of the image in pixels, h and w the grid of patches, L 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,26 +16,25 @@ from vitlab.plots.style import COLORS, bare, drawing, new_figure, shorten
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Floats = NDArray[np.floating[Any]]
+Floats = NDArray[np.float32]
 DEPTHS = 6  # depths shown: two small images under each large one
 CLASSES = 8  # classes shown
 
 
-class Steps(Protocol):
-    """What `vitlab.analysis.steps.five_steps` returns."""
+@dataclass(frozen=True)
+class Steps:
+    """The intermediate results of one image, as `vitlab.analysis.steps.five_steps` computes them.
 
-    @property
-    def pixels(self) -> Floats: ...  # (height, width, 3)
-    @property
-    def tokens(self) -> Floats: ...  # (h, w, 3)
-    @property
-    def positions(self) -> Floats: ...  # (h, w, 3); zeros: none
-    @property
-    def depths(self) -> Floats: ...  # (blocks, h, w, 3)
-    @property
-    def attention(self) -> Floats: ...  # (L, H, h, w)
-    @property
-    def logits(self) -> Floats: ...  # (K,)
+    An axial block has two attention layers, and counts twice in L.
+    """
+
+    pixels: Floats  # (height, width, 3) in [0, 1]: the model's input, denormalized
+    tokens: Floats  # (h, w, 3) in [0, 1]: the patch tokens before positions, in colors by PCA
+    positions: Floats  # (h, w, 3) in [0, 1]: the position embeddings likewise; zeros where there are none at the stem
+    depths: Floats  # (blocks, h, w, 3): the tokens after each block, a PCA each, signs as in the block before
+    attention: Floats  # (L, H, h, w): of the class token (or of all tokens, on average); each sums to 1
+    rollout: Floats  # (h, w): the same through all layers
+    logits: Floats  # (K,); empty where the model has no head
 
 
 def steps_figure(steps: Steps, names: Sequence[str], classes: Sequence[str], looks: str, hybrid: bool) -> "Figure":

@@ -108,7 +108,7 @@ def draw(history: History, found: Evaluation | None) -> dict[str, Drawn]:
         tests = history.test_steps, history.accuracy, history.averaged
         figures["accuracy"] = drawn(curves.accuracy_figure(*tests))
     if found is not None:
-        figures["calibration"] = drawn(scores.calibration_figure(found.calibration))
+        figures["calibration"] = drawn(scores.calibration_figure(**vars(found.calibration)))
         if len(found.names) <= NAMED:
             figures["confusion"] = drawn(scores.confusion_figure(found.matrix, found.names))
     return figures

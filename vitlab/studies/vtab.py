@@ -41,6 +41,137 @@ FIXED = (
     *("model", "data", "weights", "steps", "epochs", "evaluate_every"),
     *("objective", "subset", "per_class", "holdout"),
 )
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a finished task."""
+
+    accuracy: float
+    images: int  # tested
+    lr: float
+    seconds: float
+    trials: dict[str, float] = field(default_factory=dict)  # learning rate to accuracy on the 200, where tuned
+
+    @property
+    def rate(self) -> Rate:
+        return rate(round(self.accuracy * self.images), self.images)
+
+
+@dataclass
+class Study:
+    """The study of one model: its settings, and its results in a folder."""
+
+    out: Path
+    root: Path
+    recipe: Recipe  # of every task, apart from data and augmentation
+    settings: tuple[str, ...]  # key=value, applied last
+    rates: tuple[float, ...]  # learning rates to choose from on the 200 images; none: the recipe's
+    key: str  # of the weights
+    keep: bool  # whether the fine-tuned models stay
+    console: Console
+    results: dict[str, Result] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    # ---- one task
+
+    def open(self, task: Task) -> Data | None:
+        """Open a task's data; None, with a recorded failure, where something is wrong with its lists."""
+        try:
+            if self.rates:
+                open_task(self.root, task, tuning=True)
+            return open_task(self.root, task)
+        except UserError as error:
+            self.fail(task, error)
+            return None
+
+    def fail(self, task: Task, error: UserError) -> None:
+        self.failed[task.name] = str(error)
+        self.print(f"{task.name} did not finish: {error}")
+
+    def run(self, task: Task, data: Data, number: str) -> None:
+        """Run or resume a task to its result; a UserError ends this task only."""
+        self.introduce(task, data, number)
+        try:
+            trials = self.tune(task) if self.rates else {}
+            lr = float(max(trials, key=lambda rate: trials[rate])) if trials else self.recipe.lr
+            folder = self.out / task.name
+            report, seconds = self.train(task, data, lr, folder)
+        except UserError as error:
+            self.fail(task, error)
+            return
+        self.results[task.name] = result = Result(report["accuracy"], len(data.test), lr, seconds, trials)
+        self.write()
+        if not self.keep:
+            remove_weights(folder)
+        self.print(f"{task.name}: {result.accuracy:.2%} of {result.images:,} test images, {duration(seconds)}")
+
+    def introduce(self, task: Task, data: Data, number: str) -> None:
+        self.print(
+            f"{number} {task.name} ({task.about}): {task.classes} classes, {len(data.train):,} images to train on, "
+            f"{len(data.test):,} to test"
+        )
+        if (len(data.train), len(data.test)) != (SIZES[BOTH], task.tests):
+            self.print(
+                f"note: the benchmark has {SIZES[BOTH]:,} and {task.tests:,}, so this is not comparable to published "
+                "numbers"
+            )
+
+    def tune(self, task: Task) -> dict[str, float]:
+        """Train every learning rate on the 800 images and return its accuracy on the 200, by rate as text."""
+        data = open_task(self.root, task, tuning=True)
+        notes = self.out / task.name / "tuning.json"
+        trials: dict[str, float] = json.loads(notes.read_text()) if notes.is_file() else {}
+        keys = {f"{lr:g}": lr for lr in self.rates}
+        for key, lr in keys.items():
+            if key not in trials:
+                folder = self.out / task.name / f"lr-{key}"
+                trials[key] = self.train(task, data, lr, folder)[0]["accuracy"]
+                write_text(notes, json.dumps(trials) + "\n")
+                shutil.rmtree(folder)
+            accuracy = f"{trials[key]:.2%} of {len(data.test)} images set aside"
+            self.print(f"{task.name}: learning rate {key}: {accuracy}")
+        return {key: trials[key] for key in keys}
+
+    def train(self, task: Task, data: Data, lr: float, folder: Path) -> tuple[dict[str, float], float]:
+        recipe = dataclasses.replace(self.task_recipe(task), lr=lr)
+        try:
+            # a broken image may have been replaced since the last attempt
+            outcome = train(recipe, folder, resume=True, accept_data_changes=True, console=self.console, data=data)
+        except Stopped as stop:
+            message = str(stop).replace("continue with --resume", "the same command resumes from here")
+            raise Stopped(stop.code - 128, f"{task.name}: {message}") from None
+        return outcome.report, outcome.seconds
+
+    def task_recipe(self, task: Task) -> Recipe:
+        augment = Augment(crop="resize" if task.crop else "none", flip=task.flip)
+        recipe = dataclasses.replace(self.recipe, data=str(self.root / task.name), augment=augment)
+        return override(recipe, self.settings)
+
+    def print(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    # ---- results.json
+
+    def write(self) -> None:
+        data = {
+            "format": "vitlab/1",
+            "weights": self.key,
+            "recipe": to_json(self.recipe),
+            "rates": self.rates,
+            "means": means(self.results),
+            "tasks": {name: dataclasses.asdict(result) for name, result in self.results.items()},
+        }
+        write_text(self.out / RESULTS, json.dumps(data, indent=1) + "\n")
+
+    def resume(self) -> None:
+        """Read the results in the folder; those of another model or recipe are a UserError."""
+        path = self.out / RESULTS
+        if not path.exists():
+            return
+        try:
+            data = json.loads(path.read_text())
+            stored = from_json(Recipe, data["recipe"])
             done = {name: Result(**result) for name, result in data["tasks"].items()}
             key, rates = data["weights"], tuple(data["rates"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
