@@ -60,7 +60,7 @@ def cost(make: Callable[[], Model]) -> Cost:
         for module in model.modules():
             if isinstance(module, nn.GroupNorm):  # a GPU's autocast computes these in float32, a CPU's does not
                 module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
-        with FlopCounter() as counter:
+        with FlopCounter() as counter:  # type: ignore[no-untyped-call]
             one = saved_bytes(model, batch=1)
         return Cost(
             parameters=sum(p.numel() for p in model.parameters()),

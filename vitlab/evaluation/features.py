@@ -1,6 +1,7 @@
 """A model and a data set, and the model's features of the data set's splits."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ class FeatureSet:
         device: str = "auto",
     ) -> None:
         self.run, self.name, self.model, self.data = run, data, load(run), open_data(data)
-        self.batch, self.workers, self.device = batch, workers, device
         folder = Path(run).expanduser()
         own = folder / "features" if folder.is_dir() and os.access(folder, os.W_OK) else None
         self.keep = own if keep is None else keep  # None: nothing is kept
+        self.extract_from = partial(extract, self.model, batch=batch, workers=workers, device=device, keep=self.keep)
 
     def describe(self) -> str:
         """One line on the data set and on where its features are kept."""
@@ -35,15 +36,7 @@ class FeatureSet:
 
     def extract(self, source: ImageSource, split: str) -> Features:
         """Extract the features of one of the data set's splits, which is named in the progress bar."""
-        return extract(
-            self.model,
-            source,
-            batch=self.batch,
-            workers=self.workers,
-            device=self.device,
-            keep=self.keep,
-            title=f"{split} features",
-        )
+        return self.extract_from(source, title=f"{split} features")
 
     def to_json(self, train: Features, test: Features) -> dict[str, Any]:
         """What the numbers computed from these features are about."""

@@ -47,16 +47,16 @@ def real_hits(guesses: Ints, numbers: Ints, lists: Lists) -> tuple[NDArray[np.bo
 
 def image_numbers(names: Sequence[str], count: int) -> Ints:
     """Return the index (n,) of each image in a file of `count` lists; two images of one number are a UserError."""
-    numbers = np.array([image_number(name, count) for name in names], np.int64)
-    places, times = np.unique(numbers, return_counts=True)
-    if len(places) < len(numbers):
-        again = int(places[times > 1][0])
-        one, two = np.flatnonzero(numbers == again)[:2].tolist()
-        raise UserError(
-            f"{names[one]} and {names[two]} have the same number, so these are not ImageNet's validation images, "
-            "which ReaL is about"
-        )
-    return numbers
+    numbers: dict[int, str] = {}
+    for name in names:
+        number = image_number(name, count)
+        if other := numbers.get(number):
+            raise UserError(
+                f"{other} and {name} have the same number; ReaL is about ImageNet's validation images, where each has "
+                "its own"
+            )
+        numbers[number] = name
+    return np.array(list(numbers), np.int64)
 
 
 def image_number(name: str, count: int) -> int:

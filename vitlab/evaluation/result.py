@@ -66,19 +66,9 @@ class Evaluation:
         recall, precision = wilson(correct, self.matrix.sum(1)), wilson(correct, guessed)
         worst = sorted(range(len(rows)), key=lambda i: (rows[i].recall is None, rows[i].recall, -rows[i].images))
         return [
-            {
-                "number": i,
-                "class": rows[i].name,
-                "images": rows[i].images,
-                "guessed": int(guessed[i]),
-                "correct": rows[i].correct,
-                "recall": rows[i].recall,
-                "recall_low": nan_to_none(recall[i, 0]),
-                "recall_high": nan_to_none(recall[i, 1]),
-                "precision": rows[i].precision,
-                "precision_low": nan_to_none(precision[i, 0]),
-                "precision_high": nan_to_none(precision[i, 1]),
-            }
+            {"number": i, "class": rows[i].name, "images": rows[i].images, "guessed": int(guessed[i])}
+            | {"correct": rows[i].correct, **rate_columns("recall", rows[i].recall, recall[i])}
+            | rate_columns("precision", rows[i].precision, precision[i])
             for i in worst
         ]
 
@@ -119,17 +109,16 @@ class Evaluation:
         style.write(scores.calibration_figure(**vars(self.calibration)), folder / "calibration")
 
 
-def bins_to_json(calibration: Calibration) -> list[dict[str, float | int | None]]:
-    count = len(calibration.count)
+def rate_columns(name: str, value: float | None, interval: Floats) -> dict[str, float | None]:
+    low, high = interval
+    return {name: value, f"{name}_low": nan_to_none(low), f"{name}_high": nan_to_none(high)}
+
+
+def bins_to_json(c: Calibration) -> list[dict[str, float | int | None]]:
+    bins, mean, right = len(c.count), [*map(nan_to_none, c.confidence)], [*map(nan_to_none, c.accuracy)]
     return [
-        {
-            "from": b / count,
-            "to": (b + 1) / count,
-            "images": int(calibration.count[b]),
-            "confidence": nan_to_none(calibration.confidence[b]),
-            "accuracy": nan_to_none(calibration.accuracy[b]),
-        }
-        for b in range(count)
+        {"from": b / bins, "to": (b + 1) / bins, "images": int(n), "confidence": mean[b], "accuracy": right[b]}
+        for b, n in enumerate(c.count)
     ]
 
 

@@ -107,15 +107,11 @@ class Study:
         self.print(f"{task.name}: {result.accuracy:.2%} of {result.images:,} test images, {duration(seconds)}")
 
     def introduce(self, task: Task, data: Data, number: str) -> None:
-        self.print(
-            f"{number} {task.name} ({task.about}): {task.classes} classes, {len(data.train):,} images to train on, "
-            f"{len(data.test):,} to test"
-        )
+        images = f"{len(data.train):,} images to train on, {len(data.test):,} to test"
+        self.print(f"{number} {task.name} ({task.about}): {task.classes} classes, {images}")
         if (len(data.train), len(data.test)) != (SIZES[BOTH], task.tests):
-            self.print(
-                f"note: the benchmark has {SIZES[BOTH]:,} and {task.tests:,}, so this is not comparable to published "
-                "numbers"
-            )
+            usual = f"{SIZES[BOTH]:,} and {task.tests:,}"
+            self.print(f"note: the benchmark has {usual}, so this is not comparable to published numbers")
 
     def tune(self, task: Task) -> dict[str, float]:
         """Train every learning rate on the 800 images and return its accuracy on the 200, by rate as text."""
@@ -291,8 +287,5 @@ def print_estimate(study: Study, model: Model, todo: list[Data]) -> None:
     model.resize(recipe.image_size)
     seconds = run_seconds(recipe, model, todo[0], device) * len(todo) * (1 + len(study.rates))
     what = "1 task" if len(todo) == 1 else f"{len(todo)} tasks"
-    size = f"{recipe.image_size[0]}x{recipe.image_size[1]} px"
-    study.print(
-        f"{what} of {recipe.steps} steps, batch {recipe.batch}, {size}: about {duration(seconds)} on this "
-        f"{machine(device)}"
-    )
+    what += f" of {recipe.steps} steps, batch {recipe.batch}, {recipe.image_size[0]}x{recipe.image_size[1]} px"
+    study.print(f"{what}: about {duration(seconds)} on this {machine(device)}")
