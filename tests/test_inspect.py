@@ -87,7 +87,7 @@ def test_everything(
             with Image.open(out / name) as picture:
                 assert min(picture.size) > 70
     svg = (out / "b" / "steps.svg").read_text()
-    assert "where the class token looks" in svg  # text is text, not curves
+    assert "of the class token" in svg  # text is text, not curves
     assert "dog" in svg
 
 

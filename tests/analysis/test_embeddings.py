@@ -90,9 +90,9 @@ def test_models_without_a_table_are_an_error(kind: str, message: str) -> None:
 
 def test_not_for_a_resnet() -> None:
     resnet: Any = vitlab.create("R50x1", classes=2, image_size=32)
-    for look in (patch_filters, position_similarity):
+    for function in (patch_filters, position_similarity):
         with pytest.raises(UserError, match="ResNet"):
-            look(resnet)
+            function(resnet)
 
 
 def test_trend_of_positions_is_scipys() -> None:

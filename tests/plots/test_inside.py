@@ -15,7 +15,7 @@ from vitlab.plots import inside, style  # noqa: E402
 from vitlab.plots.steps import pick_evenly, steps_figure  # noqa: E402
 
 RANDOM = np.random.default_rng(0)
-LOOKS = "where all tokens look, on average"  # the longer of the two
+WHOSE = "of all tokens, averaged"  # the longer of the two
 
 
 def maps(*shape: int) -> np.ndarray:
@@ -41,12 +41,12 @@ def layer_names(n: int) -> list[str]:
 
 def draw_steps(these: Any, names: list[str] | None = None, hybrid: bool = False) -> Any:
     classes = ["$one$", "w" * 80, *(f"a class with a rather long name, number {i}" for i in range(1000))]
-    return steps_figure(these, names or layer_names(len(these.attention)), classes, LOOKS, hybrid)
+    return steps_figure(these, names or layer_names(len(these.attention)), classes, WHOSE, hybrid)
 
 
 def heads(shape: tuple[int, int], layers: int, count: int) -> Any:
     pixels = RANDOM.random((*shape, 3))
-    return inside.heads_figure(pixels, maps(24, 16, 4, 4), range(layers), range(count), layer_names(24), LOOKS)
+    return inside.heads_figure(pixels, maps(24, 16, 4, 4), range(layers), range(count), layer_names(24), WHOSE)
 
 
 def no_positions() -> Any:
@@ -65,13 +65,13 @@ FIGURES: dict[str, Callable[[], Any]] = {
     "positions, many": lambda: inside.positions_figure(RANDOM.random((37, 37, 37, 37))),
     "distance": lambda: inside.distance_figure(RANDOM.random((12, 3)) * 150, 128, 117),
     "distance, axial, deep": lambda: inside.distance_figure(RANDOM.random((64, 16)) * 150, 12800, 117, axial=True),
-    "rollout": lambda: inside.rollout_figure(RANDOM.random((64, 64, 3)), maps(4, 4), LOOKS),
-    "rollout, wide": lambda: inside.rollout_figure(RANDOM.random((32, 96, 3)), maps(2, 6), LOOKS),
-    "rollout, tall": lambda: inside.rollout_figure(RANDOM.random((96, 32, 3)), maps(6, 2), LOOKS),
-    "layers": lambda: inside.layers_figure(RANDOM.random((64, 64, 3)), maps(12, 3, 4, 4), layer_names(12), LOOKS),
-    "layers, one": lambda: inside.layers_figure(RANDOM.random((32, 64, 3)), maps(1, 3, 4, 4), ["1"], LOOKS),
+    "rollout": lambda: inside.rollout_figure(RANDOM.random((64, 64, 3)), maps(4, 4), WHOSE),
+    "rollout, wide": lambda: inside.rollout_figure(RANDOM.random((32, 96, 3)), maps(2, 6), WHOSE),
+    "rollout, tall": lambda: inside.rollout_figure(RANDOM.random((96, 32, 3)), maps(6, 2), WHOSE),
+    "layers": lambda: inside.layers_figure(RANDOM.random((64, 64, 3)), maps(12, 3, 4, 4), layer_names(12), WHOSE),
+    "layers, one": lambda: inside.layers_figure(RANDOM.random((32, 64, 3)), maps(1, 3, 4, 4), ["1"], WHOSE),
     "layers, axial": lambda: inside.layers_figure(
-        RANDOM.random((64, 32, 3)), maps(8, 3, 4, 4), [f"{i} columns" for i in range(8)], LOOKS
+        RANDOM.random((64, 32, 3)), maps(8, 3, 4, 4), [f"{i} columns" for i in range(8)], WHOSE
     ),
     "heads": lambda: heads((64, 64), 6, 12),
     "heads, one": lambda: heads((64, 64), 1, 1),
@@ -107,7 +107,7 @@ def test_text_is_inside_the_page_and_apart(name: str) -> None:
             assert min(across, down) < 1.5, f"'{one}' overlaps '{other}'"
 
 
-def pictures(figure: Any) -> list[np.ndarray]:
+def shown_images(figure: Any) -> list[np.ndarray]:
     return [
         np.ma.filled(image.get_array().astype(float), np.nan) for image in figure.findobj(matplotlib.image.AxesImage)
     ]
@@ -146,7 +146,7 @@ def test_overlay_of_an_even_map_is_even(value: float) -> None:
 def test_filters_are_gray_at_zero() -> None:
     filters = np.zeros((2, 4, 4, 3))
     filters[0, 0, 0] = [-2, 1, 0]
-    first, second = pictures(inside.filters_figure(filters, np.array([0.9, 0.1]), False))
+    first, second = shown_images(inside.filters_figure(filters, np.array([0.9, 0.1]), False))
     assert first[0, 0].tolist() == [0, 0.75, 0.5]
     assert (second == 0.5).all()
 
@@ -154,7 +154,7 @@ def test_filters_are_gray_at_zero() -> None:
 @pytest.mark.parametrize(("h", "w", "step"), [(3, 5, 1), (16, 4, 1), (20, 3, 2), (40, 37, 3)])
 def test_the_grid_of_grids_has_each_in_its_place(h: int, w: int, step: int) -> None:
     similarity = RANDOM.random((h, w, h, w))
-    mosaic, *_ = pictures(inside.positions_figure(similarity))
+    mosaic, *_ = shown_images(inside.positions_figure(similarity))
     for y in range(0, h, step):
         for x in range(0, w, step):
             top, left = y // step * (h + 1), x // step * (w + 1)
@@ -176,7 +176,7 @@ def test_every_head_has_a_dot() -> None:
 
 def test_heads_are_the_chosen_ones() -> None:
     pixels, attention = np.zeros((8, 8, 3)), maps(3, 4, 2, 2)
-    shown = pictures(inside.heads_figure(pixels, attention, [2, 0], [1, 3], layer_names(3), LOOKS))
+    shown = shown_images(inside.heads_figure(pixels, attention, [2, 0], [1, 3], layer_names(3), WHOSE))
     expected = [inside.overlay(pixels, attention[layer, head]) for layer in (2, 0) for head in (1, 3)]
     assert len(shown) == 4
     for one, other in zip(shown, expected, strict=True):
@@ -186,7 +186,7 @@ def test_heads_are_the_chosen_ones() -> None:
 def test_class_scores_are_a_softmax_by_rank() -> None:
     these = steps(classes=3)
     these.logits = np.log(np.array([0.2, 0.7, 0.1], np.float32))
-    figure = steps_figure(these, layer_names(12), ["cat", "dog", "owl"], LOOKS, False)
+    figure = steps_figure(these, layer_names(12), ["cat", "dog", "owl"], WHOSE, False)
     texts = [text.get_text() for text in figure.axes[-1].texts]
     assert texts == ["dog", "70.0%", "cat", "20.0%", "owl", "10.0%"]
     assert [bar.get_width() for bar in figure.axes[-1].patches] == pytest.approx([0.7, 0.2, 0.1])

@@ -79,12 +79,12 @@ class Gallery:
     # ---- of the model
 
     def write_filters(self) -> str:
-        found = patch_filters(self.model)
-        self.write_figure("filters", inside.filters_figure(found.filters, found.shares, found.stem))
-        self.write_arrays("filters", {"filters": found.filters, "shares": found.shares})
-        if found.stem:
-            return f"filters: the {len(found.filters)} root filters of the stem (a hybrid's patches are not of pixels)"
-        return f"filters: first {len(found.filters)} principal components"
+        patch = patch_filters(self.model)
+        self.write_figure("filters", inside.filters_figure(patch.filters, patch.shares, patch.stem))
+        self.write_arrays("filters", {"filters": patch.filters, "shares": patch.shares})
+        if patch.stem:
+            return f"filters: the {len(patch.filters)} root filters of the stem (a hybrid's patches are not made of pixels)"
+        return f"filters: first {len(patch.filters)} principal components"
 
     def write_positions(self) -> str:
         try:
@@ -123,17 +123,17 @@ class Gallery:
     def image_figure(self, figure: str, steps: Steps) -> "Figure":
         c = self.model.config
         names = layer_names(c)
-        looks = "where the class token looks" if c.token else "where all tokens look, on average"
+        whose = "of the class token" if c.token else "of all tokens, averaged"
         if figure == "rollout":
-            return inside.rollout_figure(steps.pixels, steps.rollout, looks)
+            return inside.rollout_figure(steps.pixels, steps.rollout, whose)
         if figure == "layers":
-            return inside.layers_figure(steps.pixels, steps.attention, names, looks)
+            return inside.layers_figure(steps.pixels, steps.attention, names, whose)
         if figure == "heads":
             layers = pick_evenly(len(names), LAYERS) if self.layers is None else self.layers
             heads = range(c.heads) if self.heads is None else self.heads
-            return inside.heads_figure(steps.pixels, steps.attention, layers, heads, names, looks)
+            return inside.heads_figure(steps.pixels, steps.attention, layers, heads, names, whose)
         classes = self.model.card.labels or [f"class {i}" for i in range(c.classes)]
-        return steps_figure(steps, names, classes, looks, c.stem is not None)
+        return steps_figure(steps, names, classes, whose, c.stem is not None)
 
     # ---- files
 
@@ -167,28 +167,28 @@ def check_numbers(what: str, chosen: Sequence[int] | None, count: int) -> None:
 
 def find_images(words: Sequence[str | Path]) -> list[Path]:
     """Return the files named, and all images in the folders named, at any depth; each once, in this order."""
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for word in words:
         path = Path(word).expanduser()
         if path.is_dir():
             inside = sorted(Path(file) for file in walk(path))
             if not inside:
                 raise UserError(f"the folder '{word}' holds no images, such as .jpg or .png files")
-            found.update(dict.fromkeys(inside))
+            paths.update(dict.fromkeys(inside))
         elif path.exists():
-            found[path] = None
+            paths[path] = None
         else:
             raise UserError(f"there is no file or folder '{word}'")
-    return list(found)
+    return list(paths)
 
 
 def read_image(model: ViT, path: Path) -> Tensor:
     """Read a file as the model's input, (3, height, width), preprocessed as in evaluation."""
     try:
-        picture = decode(path, str(path))
+        decoded = decode(path, str(path))
     except BrokenImage as broken:
         raise UserError(f"'{broken.name}' cannot be read as an image: {broken.why}") from None
-    image = eval_image(picture, model.config.image_size, model.card.preprocess)
+    image = eval_image(decoded, model.config.image_size, model.card.preprocess)
     return image.to(model.embed.weight.device, model.embed.weight.dtype)
 
 

@@ -31,7 +31,7 @@ def five_steps(model: ViT, image: Tensor) -> Steps:
     outputs: dict[nn.Module, Tensor] = {}
     hooks = [part.register_forward_hook(lambda part, _, out: outputs.update({part: out})) for part in parts]
     try:
-        maps = each_attention(model, image[None])  # one pass gives everything
+        maps = each_attention(model, image[None])  # one pass computes everything
     finally:
         for hook in hooks:
             hook.remove()

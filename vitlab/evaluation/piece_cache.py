@@ -112,10 +112,10 @@ class PieceCache:
 def file_state(name: str) -> str:
     """A file's size and time of change; "" where the name is not a file's."""
     try:
-        found = os.stat(name)
+        stat = os.stat(name)
     except (OSError, ValueError):
         return ""
-    return f"{found.st_size} {found.st_mtime_ns}"
+    return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
 def checksum(values: Values) -> str:

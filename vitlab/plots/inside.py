@@ -96,7 +96,7 @@ def distance_figure(distance: Floats, images: int, even: float, axial: bool = Fa
         axes.set_xticks(number[:: -(-layers // 16)])
         axes.set_xlabel("attention layer" + (" (odd: along rows, even: along columns)" if axial else ""))
         axes.set_ylabel("mean attention distance (pixels)")
-        axes.set_title(f"How far heads look, by depth ({images:,} image{'s' if images != 1 else ''})")
+        axes.set_title(f"Mean attention distance by depth ({images:,} image{'s' if images != 1 else ''})")
         figure.legend(loc="outside lower center", ncols=3)
     return figure
 
@@ -120,8 +120,8 @@ def overlay(pixels: Floats, grid: Floats) -> Floats:
     return np.asarray(HEAT * colors + (1 - HEAT) * gray[..., None])
 
 
-def rollout_figure(pixels: Floats, grid: Floats, looks: str) -> "Figure":
-    """Draw an image, the rollout (h, w) over it, and the rollout alone with its scale. `looks`: whose attention."""
+def rollout_figure(pixels: Floats, grid: Floats, whose: str) -> "Figure":
+    """Draw an image, the rollout (h, w) over it, and the rollout alone with its scale. `whose` attention."""
     height, width = pixels.shape[:2]
     with drawing():
         figure, ((left, middle, right),) = panels(1, 3, pixels.shape, 8.0, right=0.8)
@@ -132,17 +132,17 @@ def rollout_figure(pixels: Floats, grid: Floats, looks: str) -> "Figure":
         right.set_title("rollout alone", pad=4)
         scale = right.inset_axes((1.04, 0, 0.05, 1))
         figure.colorbar(shown, cax=scale, label="% of attention")
-        add_title(figure, f"Attention rollout: {looks}, through all layers")
+        add_title(figure, f"Attention rollout {whose}, through all layers")
         add_note(figure, NOTE)
     return figure
 
 
-def layers_figure(pixels: Floats, attention: Floats, names: Sequence[str], looks: str) -> "Figure":
+def layers_figure(pixels: Floats, attention: Floats, names: Sequence[str], whose: str) -> "Figure":
     """Draw the attention (L, H, h, w) of each layer, averaged over heads, over the image: one panel per layer."""
     columns = min(len(attention), 6)
     with drawing():
         figure, grid = panels(-(-len(attention) // columns), columns, pixels.shape, max(5, 1.4 * columns), each=0.22)
-        add_title(figure, f"By layer, mean over heads: {looks}")
+        add_title(figure, f"Attention {whose} by layer, mean over heads")
         for axes, one, name in zip(grid.flat, attention, names, strict=False):
             axes.imshow(overlay(pixels, one.mean(0)))
             axes.set_title(f"layer {name}", pad=3, fontsize=9)
@@ -153,12 +153,12 @@ def layers_figure(pixels: Floats, attention: Floats, names: Sequence[str], looks
 
 
 def heads_figure(
-    pixels: Floats, attention: Floats, layers: Sequence[int], heads: Sequence[int], names: Sequence[str], looks: str
+    pixels: Floats, attention: Floats, layers: Sequence[int], heads: Sequence[int], names: Sequence[str], whose: str
 ) -> "Figure":
     """Draw single heads of (L, H, h, w) over the image: a row for each of `layers`, a column for each of `heads`."""
     with drawing():
         figure, grid = panels(len(layers), len(heads), pixels.shape, 0.4 + max(4.6, 1.5 * len(heads)), left=0.3)
-        add_title(figure, f"By layer and head: {looks}")
+        add_title(figure, f"Attention {whose} by layer and head")
         for row, layer in zip(grid, layers, strict=True):
             row[0].set_ylabel(f"layer {names[layer]}", fontsize=9)
             for axes, head in zip(row, heads, strict=True):

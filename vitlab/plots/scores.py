@@ -39,8 +39,8 @@ def confusion_figure(matrix: Ints, names: Sequence[str]) -> "Figure":
         share = np.ma.masked_where(np.broadcast_to(images == 0, matrix.shape), matrix / np.maximum(images, 1))
         colors = matplotlib.colormaps[MAP].with_extremes(bad="#D9D9D9")
         # the square root makes a few per cent of confusion visible
-        picture = axes.imshow(share, cmap=colors, norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
-        bar = figure.colorbar(picture, ax=axes, shrink=0.8, pad=0.02, ticks=[0, 0.01, 0.05, 0.2, 0.5, 1])
+        image = axes.imshow(share, cmap=colors, norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
+        bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, ticks=[0, 0.01, 0.05, 0.2, 0.5, 1])
         bar.ax.set_yticklabels(["0", "1 %", "5 %", "20 %", "50 %", "100 %"])
         bar.set_label("share of the class's images")
         axes.grid(False)

@@ -37,20 +37,20 @@ class Steps:
     logits: Floats  # (K,); empty where the model has no head
 
 
-def steps_figure(steps: Steps, names: Sequence[str], classes: Sequence[str], looks: str, hybrid: bool) -> "Figure":
-    """Draw the steps; `names` of the attention layers, `classes` of the model, `looks`: whose attention is shown."""
+def steps_figure(steps: Steps, names: Sequence[str], classes: Sequence[str], whose: str, hybrid: bool) -> "Figure":
+    """Draw the steps; `names` of the attention layers, `classes` of the model, `whose` attention is shown."""
     h, w = steps.tokens.shape[:2]
     with drawing():
         sheet = Sheet(steps.pixels.shape[0] / steps.pixels.shape[1])
-        patches, tokens, places = (sheet.large(i) for i in range(3))
+        patches, tokens, positions = (sheet.large(i) for i in range(3))
         draw_patches(patches, steps.pixels, (h, w))
         patches.set_title(f"1  {h} x {w} cells of the stem's map" if hybrid else f"1  cut into {h} x {w} patches")
         draw_colors(tokens, steps.tokens, "2  a token for each, colored by PCA")
         if steps.positions.any():
-            draw_colors(places, steps.positions, "3  positions, colored by PCA")
+            draw_colors(positions, steps.positions, "3  positions, colored by PCA")
         else:
-            places.set_title("3  no positions at the stem")
-        draw_depths(sheet, steps, names, looks)
+            positions.set_title("3  no positions at the stem")
+        draw_depths(sheet, steps, names, whose)
         draw_scores(sheet.side(), steps.logits, classes)
         add_note(sheet.figure, NOTE)
     return sheet.figure
@@ -97,10 +97,10 @@ class Sheet:
         return self.add_axes(self.width - self.right + 0.15, self.words, self.right - 0.45, end - self.words)
 
 
-def draw_depths(sheet: Sheet, steps: Steps, names: Sequence[str], looks: str) -> None:
+def draw_depths(sheet: Sheet, steps: Steps, names: Sequence[str], whose: str) -> None:
     """Draw step 4 in two rows: attention over the image, and the tokens after the block, at some depths."""
     per_block = len(steps.attention) // len(steps.depths)  # two in an axial block: its last is shown
-    sheet.add_text(sheet.small_top(0) - 0.27, f"4  attention by depth: {looks}; below it the tokens after that layer")
+    sheet.add_text(sheet.small_top(0) - 0.27, f"4  attention {whose} by depth; below it the tokens after that layer")
     for column, block in enumerate(pick_evenly(len(steps.depths), DEPTHS)):
         layer = (block + 1) * per_block - 1
         axes = sheet.little(0, column)
@@ -135,8 +135,8 @@ def draw_scores(axes: Any, logits: Floats, classes: Sequence[str]) -> None:
     for i, k in enumerate(best):  # dollar signs in a name are not mathematics
         axes.text(0.01, i - 0.22, shorten(classes[k]), va="bottom", fontsize=8, parse_math=False)
         inner = shares[k] > 0.75
-        place, side = (shares[k] - 0.02, "right") if inner else (shares[k] + 0.02, "left")
-        axes.text(place, i, f"{shares[k]:.1%}", va="center", ha=side, fontsize=8)
+        x, side = (shares[k] - 0.02, "right") if inner else (shares[k] + 0.02, "left")
+        axes.text(x, i, f"{shares[k]:.1%}", va="center", ha=side, fontsize=8)
     axes.set_xlim(0, 1)
     axes.set_ylim(CLASSES - 0.5, -0.7)
     axes.set_yticks([])

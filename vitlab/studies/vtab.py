@@ -234,7 +234,7 @@ def run_vtab(
     if not todo and not study.results:
         raise UserError(
             f"none of these tasks is in '{root}'; each needs a folder there with its images and lists, as the public "
-            "VTAB-1k copies for PyTorch have it (--data names another place)"
+            "VTAB-1k copies for PyTorch have it (--data names another folder)"
         )
     if done := [task.name for task in tasks if task.name in study.results]:
         study.print(f"{len(done)} of the {len(tasks)} tasks are done already: {', '.join(done)}")
