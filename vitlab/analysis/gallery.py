@@ -83,7 +83,7 @@ class Gallery:
         self.write_figure("filters", inside.filters_figure(patch.filters, patch.shares, patch.stem))
         self.write_arrays("filters", {"filters": patch.filters, "shares": patch.shares})
         if patch.stem:
-            return f"filters: the {len(patch.filters)} root filters of the stem (a hybrid's patches are not made of pixels)"
+            return f"filters: the {len(patch.filters)} root filters of the stem (a hybrid's patches are not of pixels)"
         return f"filters: first {len(patch.filters)} principal components"
 
     def write_positions(self) -> str:

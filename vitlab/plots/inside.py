@@ -36,12 +36,9 @@ def filters_figure(filters: Floats, shares: Floats, stem: bool) -> "Figure":
         figure, grid = panels(-(-n // columns), columns, (1, 1), WIDTH, each=0.02 if stem else 0.22)
         title = f"Patch embedding, {side} x {side} pixels: first {n} principal components of its filters"
         add_title(figure, f"The stem of this hybrid: {n} root filters of {side} x {side} pixels" if stem else title)
-        for i, axes in enumerate(grid.flat):
-            if i < n:
-                axes.imshow(images[i], interpolation="nearest")
-                axes.set_title("" if stem else f"{i + 1}:  {shares[i]:.1%}", fontsize=8, pad=3)
-            else:
-                axes.set_axis_off()
+        for i, axes in enumerate(grid.flat[:n]):
+            axes.imshow(images[i], interpolation="nearest")
+            axes.set_title("" if stem else f"{i + 1}:  {shares[i]:.1%}", fontsize=8, pad=3)
         legend = "each scaled by itself, zero in gray"
         add_note(figure, legend if stem else f"{legend}; in per cent: share of the variance")
     return figure
@@ -146,8 +143,6 @@ def layers_figure(pixels: Floats, attention: Floats, names: Sequence[str], whose
         for axes, one, name in zip(grid.flat, attention, names, strict=False):
             axes.imshow(overlay(pixels, one.mean(0)))
             axes.set_title(f"layer {name}", pad=3, fontsize=9)
-        for axes in grid.flat[len(attention) :]:
-            axes.set_axis_off()
         add_note(figure, NOTE)
     return figure
 
