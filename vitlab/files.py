@@ -120,8 +120,9 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
         os.replace(new, path)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
-    finally:  # after the replacement there is nothing here
-        new.unlink(missing_ok=True)
+    finally:
+        with contextlib.suppress(OSError):  # gone after the replacement; a read-only disk never had it
+            new.unlink()
 
 
 def read_text(path: Path) -> str:
