@@ -7,7 +7,7 @@ from vitlab.cost import Cost, cost, days
 from vitlab.models.variants import create
 
 # exaFLOPs of pre-training on 303 million images. The paper prints 859 for R50+L/16 at 7 epochs and 1668 at 14,
-# which is not its double; half of 1668 is 834.
+# which is not twice as much; half of 1668 is 834.
 PAPER = {
     ("B/32", 7): 55,
     ("B/16", 7): 224,
@@ -64,7 +64,7 @@ def test_axial_flops_closed_form() -> None:
 
 
 def test_activation_bytes_equal_what_autograd_keeps_on_real_tensors() -> None:
-    """In a model of one linear layer and norms, by hand: see the comments."""
+    """A small model by hand: see the comments."""
     d, n, mlp = 64, 4, 128
     found = cost(lambda: create("Ti/8", image_size=16, depth=1, width=d, mlp=mlp, heads=1, classes=0, pool="mean"))
     bf16, f32 = 2, 4

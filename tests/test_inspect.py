@@ -1,4 +1,4 @@
-"""`vitlab inspect` as a user meets it: which files appear, what they hold, and what is said of a mistake."""
+"""`vitlab inspect` from the command line: the files that appear, their contents, and the errors."""
 
 import sys
 from pathlib import Path
@@ -75,9 +75,9 @@ def test_everything(
 ) -> None:
     out = tmp_path / "a" / "b"
     inspect(monkeypatch, run, pictures / "b.png", "--out", out)
-    said = capsys.readouterr().out
-    assert "rank correlation of similarity with grid distance" in said
-    assert f"all of it is in {out}" in said
+    printed = capsys.readouterr().out
+    assert "rank correlation of similarity with grid distance" in printed
+    assert f"all of it is in {out}" in printed
     names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     of_model = {f"{name}.{kind}" for name in ("filters", "positions", "distance") for kind in ("png", "svg", "npz")}
     of_picture = {f"b/{name}.{kind}" for name in ("rollout", "layers", "heads", "steps") for kind in ("png", "svg")}
@@ -87,7 +87,7 @@ def test_everything(
             with Image.open(out / name) as picture:
                 assert min(picture.size) > 70
     svg = (out / "b" / "steps.svg").read_text()
-    assert "where the class token looks" in svg  # words are words, not curves
+    assert "of the class token" in svg  # text is text, not curves
     assert "dog" in svg
 
 
@@ -141,8 +141,8 @@ def test_without_positions_the_rest_is_drawn(
 ) -> None:
     run = save(tmp_path / "run", randomize, positions=kind)
     inspect(monkeypatch, run, pictures / "a.jpg", "--out", tmp_path / "out", "--figures", "positions,rollout")
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"positions: no figure, this model adds no position embeddings at its stem (positions='{kind}'" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"positions: no figure, this model adds no position embeddings at its stem (positions='{kind}'" in printed
     assert not (tmp_path / "out" / "positions.png").exists()
     assert (tmp_path / "out" / "a" / "rollout.png").exists()
 
@@ -165,7 +165,7 @@ def test_names_of_folders() -> None:
     assert folder_names(files) == ["a", "a-2", "A-3", "a-2-2", "b.tar"]
 
 
-def mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> str:
+def run_with_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> str:
     monkeypatch.setattr(sys, "argv", ["vitlab", "inspect", *map(str, words)])
     with pytest.raises(SystemExit) as stop:
         main()
@@ -176,49 +176,49 @@ def mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     return printed.err
 
 
-def test_mistakes_in_options(
+def test_errors_in_options(
     run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def said(*words: object) -> str:
-        return mistake(monkeypatch, capsys, run, *words, "--out", tmp_path / "out")
+    def error(*words: object) -> str:
+        return run_with_error(monkeypatch, capsys, run, *words, "--out", tmp_path / "out")
 
     image = pictures / "a.jpg"
-    assert "name at least one image" in said()
-    assert f"there is no figure 'rolout'; there are {', '.join(FIGURES)}" in said(image, "--figures", "rolout")
-    assert "there is no layer 3; this model has layers 1 to 2" in said(image, "--layer", "1,3")
-    assert "there is no head 4; this model has heads 1 to 3" in said(image, "--head", "4")
-    assert "--layer takes numbers from 1, such as 1,6,12, not '0'" in said(image, "--layer", "0")
-    assert "--head takes numbers from 1, such as 1,6,12, not 'all'" in said(image, "--head", "all")
-    assert "do not divide an image of 25x25" in said(image, "--image-size", "25")
-    assert "--image-size" in said(image, "--image-size", "large")
-    assert "there is no device 'gpu'" in said(image, "--device", "gpu")
+    assert "name at least one image" in error()
+    assert f"there is no figure 'rolout'; there are {', '.join(FIGURES)}" in error(image, "--figures", "rolout")
+    assert "there is no layer 3; this model has layers 1 to 2" in error(image, "--layer", "1,3")
+    assert "there is no head 4; this model has heads 1 to 3" in error(image, "--head", "4")
+    assert "--layer takes numbers from 1, such as 1,6,12, not '0'" in error(image, "--layer", "0")
+    assert "--head takes numbers from 1, such as 1,6,12, not 'all'" in error(image, "--head", "all")
+    assert "do not divide an image of 25x25" in error(image, "--image-size", "25")
+    assert "--image-size" in error(image, "--image-size", "large")
+    assert "there is no device 'gpu'" in error(image, "--device", "gpu")
     assert not (tmp_path / "out").exists()
 
 
-def test_mistakes_in_files(
+def test_errors_in_files(
     run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def said(*words: object) -> str:
-        return mistake(monkeypatch, capsys, *words, "--figures", "distance")
+    def error(*words: object) -> str:
+        return run_with_error(monkeypatch, capsys, *words, "--figures", "distance")
 
     out = ("--out", tmp_path / "out")
     cut = pictures / "cut.jpg"
     cut.write_bytes((pictures / "a.jpg").read_bytes()[:300])
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert f"'{cut}' cannot be read as an image" in said(run, pictures, *out)
-    assert f"'{pictures / 'notes.txt'}' cannot be read as an image" in said(run, pictures / "notes.txt", *out)
-    assert f"there is no file or folder '{tmp_path / 'gone.jpg'}'" in said(run, tmp_path / "gone.jpg", *out)
-    assert f"the folder '{empty}' holds no images" in said(run, empty, *out)
-    assert "there is no file or folder" in said(tmp_path / "norun", pictures / "a.jpg", *out)
+    assert f"'{cut}' cannot be read as an image" in error(run, pictures, *out)
+    assert f"'{pictures / 'notes.txt'}' cannot be read as an image" in error(run, pictures / "notes.txt", *out)
+    assert f"there is no file or folder '{tmp_path / 'gone.jpg'}'" in error(run, tmp_path / "gone.jpg", *out)
+    assert f"the folder '{empty}' holds no images" in error(run, empty, *out)
+    assert "there is no file or folder" in error(tmp_path / "norun", pictures / "a.jpg", *out)
     taken = pictures / "b.png"
-    assert f"the folder '{taken}' cannot be made" in said(run, pictures / "a.jpg", "--out", taken)
+    assert f"the folder '{taken}' cannot be made" in error(run, pictures / "a.jpg", "--out", taken)
 
 
-def test_a_resnet_has_nothing_of_this(
+def test_a_resnet_is_an_error(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     vitlab.save(vitlab.create("R50x1", classes=2, image_size=32), tmp_path / "resnet")
-    said = mistake(monkeypatch, capsys, tmp_path / "resnet", pictures / "a.jpg", "--out", tmp_path / "out")
-    assert "is a ResNet: it has no patches, positions or attention" in said
+    printed = run_with_error(monkeypatch, capsys, tmp_path / "resnet", pictures / "a.jpg", "--out", tmp_path / "out")
+    assert "is a ResNet: it has no patches, positions or attention" in printed
     assert not (tmp_path / "out").exists()

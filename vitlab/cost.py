@@ -1,25 +1,27 @@
-"""What a model costs: multiply-adds of one image and what training must remember of it, read off the model itself.
+"""The cost of a model: multiply-adds of one image, and the memory that training keeps of it, measured on the model.
 
-The model is built and run on tensors without storage, once; every convolution, matrix product and attention that
-passes is counted as two operations per multiply-add, and every tensor kept for the backward pass is weighed. So
-the count covers whatever the model is made of, and takes a second even for models that would not fit in memory.
+The model is built and run on fake tensors, which have shapes but no storage. Every convolution, matrix product and
+attention is counted as two operations per multiply-add, and the bytes of every tensor that autograd saves for the
+backward pass are summed. The count thus covers any model, and takes a second even where the weights exceed the memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from vitlab.errors import UserError
 from vitlab.models.variants import Model
 
 BACKWARD = 2  # a backward pass costs two forward ones: gradients of the inputs and of the weights
-IMAGES_OF_JFT = 303_000_000
 STATE = 16  # bytes a parameter takes: itself, its gradient and Adam's two moments, in float32
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # missing in torch's table of formulas
 
 
 @dataclass(frozen=True)
@@ -36,54 +38,68 @@ class Cost:
         return (1 + BACKWARD) * self.forward_flops
 
     def run_flops(self, images: float, epochs: float) -> float:
-        """Operations of a whole training run."""
+        """Operations of a complete training run."""
         return self.train_flops * images * epochs
 
     def gpu_bytes(self, images: float, gpus: int, sharded: bool) -> float:
-        """Memory of one of so many GPUs that trains so many images at a time: the model's state, and activations."""
+        """Memory of each GPU for the model's state and the activations of `images` at a time."""
         return STATE * self.parameters / (gpus if sharded else 1) + self.activation_bytes * images
 
 
 def days(flops: float, tflops: float) -> float:
-    """How long a machine works on that many operations at a sustained speed."""
+    """Days that a machine takes for `flops` operations at a sustained speed in TFLOP/s."""
     if tflops <= 0:
         raise UserError(f"the speed must be positive TFLOP/s, not {tflops:g}")
     return flops / (tflops * 1e12) / 86_400
 
 
 def cost(make: Callable[[], Model]) -> Cost:
-    """The cost of the model that `make` builds; it is built without storage."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    counter = FlopCounterMode(display=False, custom_mapping={flash: _attention_flops})
+    """Measure the model that `make` builds; neither building nor running it takes storage."""
     with FakeTensorMode():
         model = make()
         for module in model.modules():
             if isinstance(module, nn.GroupNorm):  # a GPU's autocast computes these in float32, a CPU's does not
                 module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
-        with counter:
-            one = _kept_bytes(model, batch=1)
+        with FlopCounter() as counter:  # type: ignore[no-untyped-call]
+            one = saved_bytes(model, batch=1)
         return Cost(
             parameters=sum(p.numel() for p in model.parameters()),
             length=model.config.length,
-            forward_flops=int(counter.get_total_flops()),
+            forward_flops=counter.flops,
             # the difference leaves out what does not grow with the batch: weights, and their casts
-            activation_bytes=_kept_bytes(model, batch=2) - one,
+            activation_bytes=saved_bytes(model, batch=2) - one,
         )
 
 
-def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: object, **__: object) -> int:
+class FlopCounter(TorchDispatchMode):
+    """Sum the operations; torch's FlopCounterMode also attributes them to modules, which takes twice as long."""
+
+    flops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out, name = func(*args, **(kwargs or {})), func._overloadpacket
+        if name is FLASH:
+            self.flops += attention_flops(*(x.shape for x in args[:3]))
+        elif name in flop_registry:
+            self.flops += flop_registry[name](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def attention_flops(q: torch.Size, k: torch.Size, v: torch.Size) -> int:
     b, h, n, width = q
     return 2 * b * h * n * k[2] * (width + v[3])  # q k^T, then weights times v
 
 
-def _kept_bytes(model: Model, batch: int) -> int:
-    """Bytes of all tensors kept for the backward pass of a batch."""
-    kept: dict[int, Tensor] = {}  # by storage; the tensors are held, so that no address is given away twice
+def saved_bytes(model: Model, batch: int) -> int:
+    """Sum the bytes of all tensors that autograd saves for the backward pass of a batch."""
+    saved: dict[int, Tensor] = {}  # by storage; the tensors are held, so that no address is reused
 
-    def keep(x: Tensor) -> Tensor:
-        return kept.setdefault(x.untyped_storage()._cdata, x)
+    def save(x: Tensor) -> Tensor:
+        return saved.setdefault(x.untyped_storage()._cdata, x)
 
     images = torch.empty(batch, 3, *model.config.image_size)
-    with torch.autocast("cpu", torch.bfloat16), saved_tensors_hooks(keep, lambda x: x):
+    with torch.autocast("cpu", torch.bfloat16), saved_tensors_hooks(save, lambda x: x):
         model(images)
-    return sum(x.untyped_storage().nbytes() for x in kept.values())
+    return sum(x.untyped_storage().nbytes() for x in saved.values())

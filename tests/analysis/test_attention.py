@@ -1,4 +1,4 @@
-"""Attention weights against what the blocks do and against a computation of their own in float64."""
+"""Attention weights against the blocks' outputs and against a plain computation in float64."""
 
 import copy
 import weakref
@@ -39,12 +39,12 @@ CONFIGS = {
 each = pytest.mark.parametrize("name", CONFIGS)
 
 
-def prepared(name: str, randomize: Fill) -> tuple[Any, Tensor]:
+def prepare(name: str, randomize: Fill) -> tuple[Any, Tensor]:
     model = randomize(vitlab.build(CONFIGS[name])).double()
     return model, torch.randn(2, 3, *model.config.image_size, dtype=torch.float64)
 
 
-def watched(model: Any, images: Tensor) -> list[tuple[Attention, np.ndarray, np.ndarray]]:
+def record_layers(model: Any, images: Tensor) -> list[tuple[Attention, np.ndarray, np.ndarray]]:
     """Per attention layer its module, input and output, both (B, N, D) in raster order."""
     seen: list[tuple[Attention, np.ndarray, np.ndarray]] = []
     layers = [m for m in model.modules() if isinstance(m, Attention)]
@@ -72,7 +72,7 @@ def numbers(layer: nn.Linear) -> tuple[np.ndarray, np.ndarray]:
 
 @each
 def test_shapes_and_sums(name: str, randomize: Fill) -> None:
-    model, images = prepared(name, randomize)
+    model, images = prepare(name, randomize)
     c = model.config
     maps = vitlab.attention(model, images)
     assert len(maps) == (2 * c.depth if c.attention == "axial" else c.depth)
@@ -86,10 +86,10 @@ def test_shapes_and_sums(name: str, randomize: Fill) -> None:
 
 @each
 def test_times_the_values_is_the_output(name: str, randomize: Fill) -> None:
-    model, images = prepared(name, randomize)
+    model, images = prepare(name, randomize)
     model.eval()
     c, maps = model.config, vitlab.attention(model, images)
-    layers = watched(model, images)
+    layers = record_layers(model, images)
     assert len(layers) == len(maps)
     k = c.width // c.heads
     for (layer, x, y), weights in zip(layers, maps, strict=True):
@@ -112,8 +112,8 @@ def offset(layer: Attention, c: ViTConfig, i: int, j: int) -> np.ndarray | float
     return offsets[yi - yj + c.grid[0] - 1, xi - xj + c.grid[1] - 1]
 
 
-def looks(c: ViTConfig, layer: int, i: int, j: int) -> bool:
-    """Whether query i may look at key j: along rows in even layers of an axial model, along columns in odd ones."""
+def attends(c: ViTConfig, layer: int, i: int, j: int) -> bool:
+    """Whether query i may attend to key j: along rows in even layers of an axial model, along columns in odd ones."""
     (yi, xi), (yj, xj) = divmod(i, c.grid[1]), divmod(j, c.grid[1])
     return c.attention == "full" or (xi == xj if layer % 2 else yi == yj)
 
@@ -121,11 +121,11 @@ def looks(c: ViTConfig, layer: int, i: int, j: int) -> bool:
 @each
 def test_values(name: str, randomize: Fill) -> None:
     """exp(q k / sqrt(K)) over its sum, one query at a time."""
-    model, images = prepared(name, randomize)
+    model, images = prepare(name, randomize)
     model.eval()
     c, maps = model.config, vitlab.attention(model, images)
     k = c.width // c.heads
-    for number, (layer, x, _) in enumerate(watched(model, images)):
+    for number, (layer, x, _) in enumerate(record_layers(model, images)):
         matrix, shift = numbers(layer.qkv)
         qkv = x[1] @ matrix.T + shift
         q, keys = qkv[:, : c.width], qkv[:, c.width : 2 * c.width]
@@ -134,7 +134,7 @@ def test_values(name: str, randomize: Fill) -> None:
             for i in range(len(q)):
                 powers = np.zeros(len(q))
                 for j in range(len(q)):
-                    if looks(c, number, i, j):
+                    if attends(c, number, i, j):
                         powers[j] = np.exp(q[i, part] @ (keys[j] + offset(layer, c, i, j))[part] / k**0.5)
                 got = maps[number][1, head, i].numpy()
                 np.testing.assert_allclose(got, powers / powers.sum(), rtol=1e-10, atol=1e-14)
@@ -143,7 +143,7 @@ def test_values(name: str, randomize: Fill) -> None:
 @each
 @pytest.mark.parametrize("training", [True, False])
 def test_leaves_the_model_as_it_was(name: str, training: bool, randomize: Fill) -> None:
-    model, images = prepared(name, randomize)
+    model, images = prepare(name, randomize)
     model.train(training)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     first, again = vitlab.attention(model, images), vitlab.attention(model, images)
@@ -157,7 +157,7 @@ def test_leaves_the_model_as_it_was(name: str, training: bool, randomize: Fill) 
 @pytest.mark.parametrize("training", [True, False])
 def test_leaves_each_part_in_its_mode(training: bool, randomize: Fill) -> None:
     """One part frozen while the rest trains, or the other way round."""
-    model, images = prepared("hybrid", randomize)
+    model, images = prepare("hybrid", randomize)
     model.train(training)
     model.stem.train(not training)
     modes = [module.training for module in model.modules()]
@@ -166,7 +166,7 @@ def test_leaves_each_part_in_its_mode(training: bool, randomize: Fill) -> None:
 
 
 def test_a_failure_leaves_no_hooks(randomize: Fill) -> None:
-    model, images = prepared("plain", randomize)
+    model, images = prepare("plain", randomize)
     with pytest.raises(UserError, match="resize"):
         vitlab.attention(model, images[..., :8])
     assert model.training
@@ -192,7 +192,7 @@ def compiled_by_block(model: Any) -> Any:
 @pytest.mark.parametrize("name", ["plain", "axial"])
 def test_compiled_models(name: str, how: Callable[[Any], Any], randomize: Fill) -> None:
     torch._dynamo.reset()
-    model, images = prepared(name, randomize)
+    model, images = prepare(name, randomize)
     model.eval()
     expected, logits = vitlab.attention(model, images), model(images)
     compiled = how(copy.deepcopy(model))
@@ -207,7 +207,7 @@ def test_compiled_models(name: str, how: Callable[[Any], Any], randomize: Fill) 
 @pytest.mark.parametrize("way", ["weights", "autocast"])
 def test_low_precision(name: str, way: str, randomize: Fill) -> None:
     """Weights come in float32 at least, and their rows still sum to 1."""
-    model, images = prepared(name, randomize)
+    model, images = prepare(name, randomize)
     expected = vitlab.attention(model, images)
     kept = torch.bfloat16 if way == "weights" else torch.float32
     with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
@@ -220,13 +220,13 @@ def test_low_precision(name: str, way: str, randomize: Fill) -> None:
 
 def test_after_resize(randomize: Fill) -> None:
     for name in ("relative", "axial"):
-        model, _ = prepared(name, randomize)
+        model, _ = prepare(name, randomize)
         model.resize((8, 16))
         maps = vitlab.attention(model, torch.randn(1, 3, 8, 16, dtype=torch.float64))
         assert {one.shape[-1] for one in maps} == {8 + model.config.token}
 
 
-def test_not_for_these() -> None:
+def test_other_models_are_an_error() -> None:
     resnet = vitlab.build(ResNetConfig((32, 32), (1,), width=32))
     with pytest.raises(UserError, match="ResNet and has no attention"):
         vitlab.attention(resnet, torch.zeros(1, 3, 32, 32))
@@ -237,7 +237,7 @@ def test_not_for_these() -> None:
 @each
 def test_a_layer_at_a_time(name: str, randomize: Fill) -> None:
     """The same weights, without gradients, and a layer is gone when the next one comes."""
-    model, images = prepared(name, randomize)
+    model, images = prepare(name, randomize)
     expected = vitlab.attention(model, images)
     maps = each_attention(model, images)
     before: weakref.ref[Tensor] | None = None

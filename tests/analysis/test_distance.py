@@ -12,7 +12,7 @@ from torch import Tensor
 
 import vitlab
 from vitlab.analysis.distance import (
-    ROOM,
+    MEMORY,
     batch_size,
     cell_distances,
     depth_trend,
@@ -33,11 +33,11 @@ def config_of(grid: tuple[int, int], patch: int = 4, **settings: Any) -> ViTConf
 
 
 def with_class_token(weights: Tensor) -> Tensor:
-    """The same attention among patches, a third of it diverted to a class token that looks at everything."""
+    """The same attention among patches, a third of it diverted to a class token with even attention."""
     n = len(weights) + 1
-    whole = torch.full((n, n), 1 / n, dtype=weights.dtype)
-    whole[1:, 0], whole[1:, 1:] = 1 / 3, weights * 2 / 3
-    return whole
+    full = torch.full((n, n), 1 / n, dtype=weights.dtype)
+    full[1:, 0], full[1:, 1:] = 1 / 3, weights * 2 / 3
+    return full
 
 
 def both_ways(grid: tuple[int, int], weights: Tensor, patch: int = 4) -> list[Tensor]:
@@ -48,7 +48,7 @@ def both_ways(grid: tuple[int, int], weights: Tensor, patch: int = 4) -> list[Te
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_looking_at_oneself_is_no_distance(grid: tuple[int, int]) -> None:
+def test_attention_to_itself_has_distance_zero(grid: tuple[int, int]) -> None:
     for got in both_ways(grid, torch.eye(grid[0] * grid[1], dtype=torch.float64)):
         assert got.tolist() == [0.0] * (grid[0] * grid[1])
 
@@ -69,7 +69,7 @@ def test_one_step_to_the_right(grid: tuple[int, int], patch: int) -> None:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_looking_everywhere_alike(grid: tuple[int, int]) -> None:
+def test_even_attention(grid: tuple[int, int]) -> None:
     """The mean distance of two random cells; along a line of n cells that is (n*n - 1) / (3n)."""
     h, w = grid
     n = h * w
@@ -80,7 +80,7 @@ def test_looking_everywhere_alike(grid: tuple[int, int]) -> None:
         assert got.mean().item() == pytest.approx(8 * mean, abs=1e-12)
 
 
-def test_cells_are_told_apart_by_row_and_column() -> None:
+def test_cells_differ_by_row_and_column() -> None:
     """On 2 x 5 cells the first and the sixth are neighbors, the first and the fifth are not."""
     far = cell_distances((2, 5), 16)
     assert far[0, 5] == 16
@@ -135,9 +135,9 @@ def test_a_plain_loop_in_double_precision() -> None:
             assert got[image, head].item() == pytest.approx(looped(weights[image, head].numpy(), c), abs=1e-6)
 
 
-def test_a_patch_that_sees_no_patch_is_left_out() -> None:
+def test_a_patch_that_attends_to_no_patch_is_left_out() -> None:
     weights = torch.eye(5)
-    weights[1] = torch.tensor([1.0, 0, 0, 0, 0])  # the first patch looks at the class token alone
+    weights[1] = torch.tensor([1.0, 0, 0, 0, 0])  # the first patch attends to the class token alone
     weights[2] = torch.tensor([0.5, 0.5, 0, 0, 0])  # the second at the first, one step away
     got = query_distances(weights[None, None], config_of((2, 2), pool="token"))[0, 0]
     assert got.isnan().tolist() == [True, False, False, False]
@@ -154,7 +154,7 @@ def test_batches_are_bounded_in_memory() -> None:
         model = vitlab.models.variants.configure(name, {"image_size": size})
         assert isinstance(model, ViTConfig)
         layer = 4 * model.heads * model.length**2
-        assert batch_size(model) == 1 or 3 * layer * batch_size(model) <= ROOM
+        assert batch_size(model) == 1 or 3 * layer * batch_size(model) <= MEMORY
     assert batch_size(model) == 1  # of H/14 one image's layer alone is 120 MB
 
 

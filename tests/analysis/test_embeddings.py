@@ -1,4 +1,4 @@
-"""Components against scikit-learn, similarities against a loop; the real positions know where they are."""
+"""Components against scikit-learn, similarities against a loop; similarity of real positions falls with distance."""
 
 import math
 from pathlib import Path
@@ -80,17 +80,19 @@ def test_each_layer_may_have_its_own_table() -> None:
     np.testing.assert_allclose(np.einsum("yxyx->yx", second), 1, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "said"), [("none", "positions='none'"), ("relative", "live in the attention layers")])
-def test_models_without_a_table_say_so(kind: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+@pytest.mark.parametrize(
+    ("kind", "message"), [("none", "positions='none'"), ("relative", "are in the attention layers")]
+)
+def test_models_without_a_table_are_an_error(kind: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         position_similarity(small(positions=kind))
 
 
 def test_not_for_a_resnet() -> None:
     resnet: Any = vitlab.create("R50x1", classes=2, image_size=32)
-    for look in (patch_filters, position_similarity):
+    for function in (patch_filters, position_similarity):
         with pytest.raises(UserError, match="ResNet"):
-            look(resnet)
+            function(resnet)
 
 
 def test_trend_of_positions_is_scipys() -> None:
@@ -106,8 +108,8 @@ def test_trend_of_positions_is_scipys() -> None:
     assert position_trend(got) == pytest.approx(expected, abs=1e-3)  # float32 makes a tie of each pair here and there
 
 
-def test_positions_that_know_their_place() -> None:
-    """A table made of smooth bumps is alike where it is near, and only there."""
+def test_smooth_positions_have_a_strong_trend() -> None:
+    """In a table of smooth bumps only near positions are similar."""
     model = small(image_size=(24, 40), width=24, pool="mean")
     y, x = np.divmod(np.arange(15), 5)
     places = np.stack([np.exp(-((y - a) ** 2 + (x - b) ** 2) / 4) for a in range(4) for b in range(6)], 1)
@@ -116,7 +118,7 @@ def test_positions_that_know_their_place() -> None:
 
 
 @pytest.mark.skipif(not TI16.exists(), reason="the public Ti/16 weights are not here")
-def test_the_real_ti16_knows_where_patches_are() -> None:
+def test_similarity_of_the_real_ti16_falls_with_distance() -> None:
     similarity = position_similarity(vitlab.load(TI16))  # type: ignore[arg-type]
     y, x = np.divmod(np.arange(196), 14)
     distance = np.hypot(y[:, None] - y, x[:, None] - x)

@@ -55,7 +55,7 @@ def test_against_a_plain_loop(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.sum(-1), torch.ones_like(got[..., 0]))
 
 
-def test_later_layers_stand_on_the_left() -> None:
+def test_later_layers_multiply_on_the_left() -> None:
     """Token 0 takes from 1 first, then 2 from 0: what 2 gets of 1 came through 0. The other order gives nothing."""
     first, second = torch.eye(3), torch.eye(3)
     first[0], second[2] = torch.tensor([0.0, 1, 0]), torch.tensor([1.0, 0, 0])
@@ -64,7 +64,7 @@ def test_later_layers_stand_on_the_left() -> None:
     assert rollout([second[None, None], first[None, None]])[0, 2, 1] == 0
 
 
-def test_nothing_to_roll() -> None:
+def test_no_layers() -> None:
     with pytest.raises(UserError, match="at least one layer"):
         rollout([])
 
@@ -83,7 +83,7 @@ def test_maps_sum_to_one(size: tuple[int, int], pool: str) -> None:
 def test_the_class_tokens_row_in_raster_order() -> None:
     model = model_of((16, 24))
     rows = torch.zeros(7, 7)
-    rows[0] = torch.tensor([4.0, 1, 2, 3, 0, 0, 4])  # its look at itself is left out
+    rows[0] = torch.tensor([4.0, 1, 2, 3, 0, 0, 4])  # its attention to itself is left out
     rows[1:] = 9  # what the others do does not matter
     assert to_grid(model, rows).mul(10).round().tolist() == [[1, 2, 3], [0, 0, 4]]
 
@@ -95,7 +95,7 @@ def test_without_a_class_token_all_rows_count() -> None:
     assert to_grid(model, rows).tolist() == [[0.5, 0], [0.25, 0.25]]
 
 
-def test_a_class_token_that_looks_at_itself_alone() -> None:
+def test_a_class_token_that_attends_to_itself_alone() -> None:
     model = model_of((16, 24))
     got = to_grid(model, torch.eye(7))
     assert got.sum() == pytest.approx(1)

@@ -9,9 +9,10 @@ from torch import Tensor
 
 import vitlab
 from vitlab.analysis.rollout import rollout, to_grid
-from vitlab.analysis.steps import Steps, five_steps, scores
+from vitlab.analysis.steps import five_steps, principal_components
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, StemConfig, ViTConfig
+from vitlab.plots.steps import Steps
 
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -105,16 +106,16 @@ def test_colors_keep_their_sign_from_layer_to_layer(randomize: Any) -> None:
             assert np.corrcoef(colors[..., channel].ravel(), got.tokens[..., channel].ravel())[0, 1] > 0.99
 
 
-def test_a_sign_of_its_own() -> None:
+def test_signs_are_determined() -> None:
     rows = torch.tensor([[0.0, 0], [0, 0], [3, 0]])
     for sign in (1, -1):
-        found = scores(sign * rows)
-        assert found[2, 0] > 0  # the largest score is positive, whatever way the axis came
+        found = principal_components(sign * rows)
+        assert found[2, 0] > 0  # the largest score is positive, whatever the axis's sign
         assert found[:, 1:].abs().max() < 1e-9
-    assert scores(rows, like=-found)[2, 0] < 0
+    assert principal_components(rows, like=-found)[2, 0] < 0
 
 
-def test_one_patch_is_grey(randomize: Any) -> None:
+def test_one_patch_is_gray(randomize: Any) -> None:
     model, image = build("plain", randomize, image_size=(4, 4))
     got = five_steps(model, image)
     assert got.tokens.tolist() == [[[0.5, 0.5, 0.5]]]
@@ -152,7 +153,7 @@ def test_a_failure_leaves_no_hooks(randomize: Any) -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_not_for_these() -> None:
+def test_other_models_are_an_error() -> None:
     resnet: Any = vitlab.create("R50x1", classes=2, image_size=32)
     with pytest.raises(UserError, match="ResNet: it has no patches"):
         five_steps(resnet, torch.zeros(3, 32, 32))

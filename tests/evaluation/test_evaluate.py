@@ -18,7 +18,8 @@ from vitlab.data.source import ArraySource, Subset
 from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
 from vitlab.evaluation.classes import match_classes, read_names
-from vitlab.evaluation.evaluate import Evaluation, evaluate, open_split, score, to_json, write_results
+from vitlab.evaluation.evaluate import evaluate, open_split, score
+from vitlab.evaluation.result import Evaluation
 from vitlab.weights import load
 
 NAMES = ("ant", "bee", "cat", "dog", "elk", "fox", "gnu")
@@ -38,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_random(folder: Path, name: str, labels: tuple[str, ...]) -> Path:
-    """A model whose head is drawn too, so that its guesses are anything."""
+    """A model whose head is random too, so that its predictions vary."""
     torch.manual_seed(0)
     model = vitlab.create(name, classes=len(labels), image_size=8, depth=1, width=16, mlp=16, heads=2)
     assert model.head is not None
@@ -89,7 +90,7 @@ def test_classes_in_another_order_are_matched_by_name(run: Path, pictures: Array
 
 
 def test_a_set_with_fewer_classes_counts_all_its_images(run: Path, pictures: ArraySource) -> None:
-    """Guesses of classes that the set lacks are wrong guesses, and every image stays in the count."""
+    """Predictions of classes that the set lacks are wrong, and every image is counted."""
     known = np.flatnonzero(np.isin(pictures.labels, [1, 4]))
     two = ArraySource("picture", pictures.pixels[known], (pictures.labels[known] == 1).astype(np.int64), ("elk", "bee"))
     found = evaluate(load(run), two, device="cpu")
@@ -105,11 +106,11 @@ def test_a_class_without_images_in_the_split(run: Path, pictures: ArraySource) -
     part = Subset(pictures, np.flatnonzero(pictures.labels != 2))
     found = evaluate(load(run), part, device="cpu")
     same_scores(found, own_logits(run, part), part.labels, 7)
-    last = to_json(found)["per_class"][-1]
+    last = found.to_json()["per_class"][-1]
     assert (last["class"], last["images"], last["recall"], last["recall_low"]) == ("cat", 0, None, None)
 
 
-def test_classes_that_the_model_does_not_know(run: Path, pictures: ArraySource) -> None:
+def test_classes_that_the_model_lacks(run: Path, pictures: ArraySource) -> None:
     other = ArraySource("picture", pictures.pixels, pictures.labels, ("ant", "bee", "cat", "dog", "elk", "owl", "pig"))
     with pytest.raises(UserError, match=r"2 of the set's 7 classes: 'owl', 'pig'"):
         evaluate(load(run), other, device="cpu")
@@ -120,7 +121,7 @@ def test_classes_that_the_model_does_not_know(run: Path, pictures: ArraySource) 
 
 def test_matching() -> None:
     assert match_classes(("a", "b", "c"), 3, ("c", "a")).place.tolist() == [2, 0]
-    assert match_classes(("a", "a"), 2, ("a", "a")).place.tolist() == [0, 1]  # the very same names: no doubt
+    assert match_classes(("a", "a"), 2, ("a", "a")).place.tolist() == [0, 1]  # the same names in the same order
     nameless = match_classes(None, 2, ("x", "y"))
     assert nameless.names == ("x", "y")
     assert "by position" in nameless.note
@@ -171,7 +172,7 @@ def test_real_in_an_evaluation() -> None:
     assert vars(found.real.counts) == {"images": 3, "correct": 2, "skipped": 1}
     assert found.real.accuracy.value == pytest.approx(2 / 3)
     assert found.real.own == 2  # 5 and 9 are in their lists, 8 is not
-    assert to_json(found)["real"]["skipped"] == 1
+    assert found.to_json()["real"]["skipped"] == 1
 
 
 def test_real_needs_imagenets_classes(run: Path, pictures: ArraySource) -> None:
@@ -182,17 +183,17 @@ def test_real_needs_imagenets_classes(run: Path, pictures: ArraySource) -> None:
 # ---- files
 
 
-def test_files_say_what_the_arrays_say(run: Path, pictures: ArraySource, tmp_path: Path) -> None:
+def test_files_hold_what_the_arrays_hold(run: Path, pictures: ArraySource, tmp_path: Path) -> None:
     found = evaluate(load(run), pictures, device="cpu")
-    write_results(found, tmp_path / "new" / "scores", {"data": "pictures"})
+    found.write_results(tmp_path / "new" / "scores", {"data": "pictures"})
     folder = tmp_path / "new" / "scores"
-    said = json.loads((folder / "scores.json").read_text())
-    assert said == {"data": "pictures", **json.loads(json.dumps(to_json(found), allow_nan=False))}
+    scores = json.loads((folder / "scores.json").read_text())
+    assert scores == {"data": "pictures", **json.loads(json.dumps(found.to_json(), allow_nan=False))}
     matrix = np.zeros((7, 7), int)
-    for truth, guess, images in said["confusion"]:
+    for truth, guess, images in scores["confusion"]:
         matrix[truth, guess] = images
     assert (matrix == found.matrix).all()
-    assert said["images"] == sum(b["images"] for b in said["calibration"]) == 37
+    assert scores["images"] == sum(b["images"] for b in scores["calibration"]) == 37
     rows = list(csv.DictReader((folder / "predictions.csv").open()))
     assert [row["image"] for row in rows] == [f"picture {i}" for i in range(37)]
     assert [row["truth"] for row in rows] == [NAMES[i] for i in pictures.labels]
@@ -208,10 +209,10 @@ def test_files_say_what_the_arrays_say(run: Path, pictures: ArraySource, tmp_pat
     )
 
 
-# ---- the verb
+# ---- the command
 
 
-def verb(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+def run_command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(sys, "argv", ["vitlab", *words])
     with pytest.raises(SystemExit) as stop:
@@ -230,14 +231,14 @@ def photos(root: Path, per_class: int = 10) -> Path:
 
 def test_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     save_random(tmp_path / "run", "Ti/2", tuple(str(i) for i in range(10)))
-    code = verb(monkeypatch, "evaluate", str(tmp_path / "run"), "digits", "--json", str(tmp_path / "s.json"))
+    code = run_command(monkeypatch, "evaluate", str(tmp_path / "run"), "digits", "--json", str(tmp_path / "s.json"))
     printed = capsys.readouterr().out
     assert code == 0
     assert "599 images of digits, test" in printed
-    said = json.loads((tmp_path / "s.json").read_text())
+    scores = json.loads((tmp_path / "s.json").read_text())
     source, _ = open_split("digits", "test")
     right = (own_logits(tmp_path / "run", source).argmax(1) == source.labels).mean()
-    assert said["top1"]["value"] == pytest.approx(right)
+    assert scores["top1"]["value"] == pytest.approx(right)
     assert f"{right:.2%}" in printed
 
 
@@ -245,18 +246,18 @@ def test_a_split_of_ones_own(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = photos(tmp_path / "photos")
-    assert verb(monkeypatch, "evaluate", str(run), str(root)) == 0
+    assert run_command(monkeypatch, "evaluate", str(run), str(root)) == 0
     assert "14 images" in capsys.readouterr().out  # two of ten of each class are held out
-    assert verb(monkeypatch, "evaluate", str(run), str(root), "--split", "all") == 0
+    assert run_command(monkeypatch, "evaluate", str(run), str(root), "--split", "all") == 0
     assert "70 images" in capsys.readouterr().out
-    assert verb(monkeypatch, "evaluate", str(run), str(root), "--split", "validation") == 1
+    assert run_command(monkeypatch, "evaluate", str(run), str(root), "--split", "validation") == 1
     assert "has no validation split" in capsys.readouterr().err
-    assert verb(monkeypatch, "evaluate", str(run), str(root), "--split", "tset") == 1
+    assert run_command(monkeypatch, "evaluate", str(run), str(root), "--split", "tset") == 1
     assert "there is no split 'tset'" in capsys.readouterr().err
 
 
 def test_the_share_that_a_run_held_out(run: Path, tmp_path: Path) -> None:
-    """The verb asks the run's recipe, so that it tests on no image that the run was trained on."""
+    """The command reads the run's recipe, so that it tests on no image that the run was trained on."""
     from vitlab.cli.evaluating import training_of
     from vitlab.models.config import Preprocess
     from vitlab.models.variants import configure
@@ -280,7 +281,7 @@ def test_a_corrupt_image_is_an_error_that_names_it(
     root = photos(tmp_path / "photos", 3)
     bad = root / "dog" / "1.png"
     bad.write_bytes(bad.read_bytes()[:60])
-    code = verb(monkeypatch, "evaluate", str(run), str(root), "--split", "all", "--out", str(tmp_path / "out"))
+    code = run_command(monkeypatch, "evaluate", str(run), str(root), "--split", "all", "--out", str(tmp_path / "out"))
     printed = capsys.readouterr()
     assert code == 1
     assert str(bad) in printed.err

@@ -1,4 +1,4 @@
-"""Extraction: every image once and in order, and no work lost or mistaken for another's, however it ends."""
+"""Extraction: every image once and in order; interruptions lose no finished piece, and no piece is mixed up."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ BATCH, COUNT = 40, 250  # pieces are of 80 here, and the set divides by neither
 
 
 class Counted(ArraySource):
-    """Random pictures that note who was looked at, and that can interrupt."""
+    """Random pictures that record which were read, and that can interrupt."""
 
     def __init__(self, count: int = COUNT, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -69,7 +69,7 @@ def small(model: Model, source: ArraySource | Subset, **options: object) -> Feat
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], list[Path]]:
     """Pieces of two batches, and the files that they are."""
-    monkeypatch.setattr("vitlab.evaluation.extract.ELSEWHERE", (BATCH, 2 * BATCH))
+    monkeypatch.setattr("vitlab.evaluation.extract.CPU_SIZES", (BATCH, 2 * BATCH))
     return lambda folder: sorted(folder.glob("*.safetensors"))
 
 
@@ -109,17 +109,16 @@ def test_the_models_own_preprocessing_is_used() -> None:
 
 def test_double_precision_and_no_head() -> None:
     model, source = tiny().double(), Counted(5)
-    whole = small(model, source).values
-    assert whole.dtype == np.float32
+    assert small(model, source).values.dtype == np.float32
     headless = vitlab.create("Ti/4", image_size=8, depth=1, width=12, heads=2, mlp=24, classes=0)
     with pytest.raises(UserError, match="has no head"):
         small(headless, source, what="logits")
 
 
 def test_interrupted_and_continued(tmp_path: Path, pieces: Callable[[Path], list[Path]]) -> None:
-    """The same to the bit as in one go, and no finished piece is read again but for the look at its first image."""
+    """The same to the bit as in one run; of a finished piece only the first image is read again."""
     model, source = tiny(), Counted()
-    whole = small(model, source)
+    complete = small(model, source)
     source.stop_at = 170
     with pytest.raises(KeyboardInterrupt):
         small(model, source, keep=tmp_path)
@@ -128,20 +127,20 @@ def test_interrupted_and_continued(tmp_path: Path, pieces: Callable[[Path], list
     source.stop_at = -1
     source.seen.clear()
     continued = small(model, source, keep=tmp_path)
-    assert_array_equal(continued.values, whole.values)
+    assert_array_equal(continued.values, complete.values)
     assert sorted(set(source.seen)) == [0, 80, *range(160, COUNT)]
     assert [source.seen.count(i) for i in range(170, 230)] == [1] * 60
     source.seen.clear()
     again = small(model, source, keep=tmp_path)
     assert source.seen == [0, 80, 160, 240]
-    assert_array_equal(again.values, whole.values)
+    assert_array_equal(again.values, complete.values)
 
 
-def test_a_torn_piece_is_computed_again(
+def test_a_broken_piece_is_computed_again(
     tmp_path: Path, pieces: Callable[[Path], list[Path]], caplog: pytest.LogCaptureFixture
 ) -> None:
     model, source = tiny(), Counted()
-    whole = small(model, source, keep=tmp_path)
+    complete = small(model, source, keep=tmp_path)
     cut, flipped, emptied, sound = pieces(tmp_path)
     cut.write_bytes(cut.read_bytes()[:-7])
     data = bytearray(flipped.read_bytes())
@@ -150,9 +149,9 @@ def test_a_torn_piece_is_computed_again(
     emptied.write_bytes(b"")
     before = sound.stat().st_mtime_ns
     again = small(model, source, keep=tmp_path)
-    assert_array_equal(again.values, whole.values)
-    said = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
-    assert {line.split(" ")[0] for line in said} == {str(cut), str(flipped), str(emptied)}
+    assert_array_equal(again.values, complete.values)
+    lines = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    assert {line.split(" ")[0] for line in lines} == {str(cut), str(flipped), str(emptied)}
     assert sound.stat().st_mtime_ns == before
     caplog.clear()
     small(model, source, keep=tmp_path)
@@ -190,8 +189,8 @@ def test_no_piece_of_another_is_used(
     assert "of other weights or settings" in caplog.text
 
 
-def test_a_removed_image_costs_only_what_came_after(tmp_path: Path, pieces: Callable[[Path], list[Path]]) -> None:
-    """Whoever removes the broken image that stopped a long extraction keeps what was done before it."""
+def test_a_removed_image_invalidates_only_later_pieces(tmp_path: Path, pieces: Callable[[Path], list[Path]]) -> None:
+    """After the broken image that stopped a long extraction is removed, the pieces before it are still used."""
     model, source = tiny(), Counted()
     small(model, source, keep=tmp_path)
     source.seen.clear()
@@ -201,8 +200,8 @@ def test_a_removed_image_costs_only_what_came_after(tmp_path: Path, pieces: Call
     np.testing.assert_allclose(found.values, np.delete(small(model, source).values, 100, 0), rtol=1e-5, atol=1e-6)
 
 
-def test_a_mended_photo_is_computed_again(tmp_path: Path, pieces: Callable[[Path], list[Path]]) -> None:
-    """Any one of its piece, not only the first; the other pieces stay."""
+def test_a_changed_photo_is_computed_again(tmp_path: Path, pieces: Callable[[Path], list[Path]]) -> None:
+    """A change of any image of a piece, not only the first; the other pieces are kept."""
     photos(tmp_path / "photos")
     model, source = tiny(), open_data(str(tmp_path / "photos"), holdout=0.01).train
     before = small(model, source, keep=tmp_path / "kept").values  # type: ignore[arg-type]
@@ -217,7 +216,7 @@ def test_a_mended_photo_is_computed_again(tmp_path: Path, pieces: Callable[[Path
 
 
 def test_a_photo_that_changes_meanwhile_is_computed_again(tmp_path: Path) -> None:
-    """What was read before the change is not kept under the name of what is there after it."""
+    """Values read before the change are not kept under the hash of the changed file."""
     photos(tmp_path / "photos")
     model, source = tiny(), open_data(str(tmp_path / "photos"), holdout=0.01).train
     new = Image.new("RGB", (10, 10), (200, 0, 0))
@@ -236,7 +235,7 @@ def test_a_broken_image_is_named(tmp_path: Path, pieces: Callable[[Path], list[P
     assert str(bad) in {source.name(i) for i in range(len(source))}
     with pytest.raises(UserError, match=r"dog/50\.png cannot be read .*fix or remove it"):
         small(tiny(), source, keep=keep)  # type: ignore[arg-type]
-    assert len(pieces(keep)) == 1  # what was done before it stays
+    assert len(pieces(keep)) == 1  # the pieces before it are kept
 
 
 def test_values_that_are_no_numbers_are_an_error() -> None:
@@ -246,7 +245,7 @@ def test_values_that_are_no_numbers_are_an_error() -> None:
         small(model, Counted(5))
 
 
-def test_a_folder_that_cannot_be_written_is_said_first(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_fails_before_any_work(tmp_path: Path) -> None:
     source = Counted(5)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"nothing can be kept in the folder .*file"):
@@ -255,10 +254,10 @@ def test_a_folder_that_cannot_be_written_is_said_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "count", "said"), [(0, 5, "at least one image, not 0"), (4, 0, "there are no images")]
+    ("batch", "count", "message"), [(0, 5, "at least one image, not 0"), (4, 0, "there are no images")]
 )
-def test_what_cannot_be(batch: int, count: int, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_no_batch_or_no_images(batch: int, count: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         extract(tiny(), Counted(count), batch=batch, device="cpu")
 
 
@@ -284,18 +283,18 @@ def test_on_a_gpu_eager_and_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """bf16 is close to the CPU's float32, the model comes back, and the last batch, smaller, need not be compiled."""
     model, source = tiny(), Counted(1000)
     plain = extract(model, source, device="cpu").values
-    for pays in (1e9, 0):
-        monkeypatch.setattr("vitlab.evaluation.extract.PAYS", pays)
-        found = extract(model, source, batch=64, device="cuda", keep=tmp_path / str(pays)).values
+    for seconds in (1e9, 0):
+        monkeypatch.setattr("vitlab.evaluation.extract.COMPILE_SECONDS", seconds)
+        found = extract(model, source, batch=64, device="cuda", keep=tmp_path / str(seconds)).values
         assert np.abs(found - plain).max() < 0.05 * np.abs(plain).max()
         assert next(model.parameters()).device.type == "cpu"
 
 
 @pytest.mark.slow
 def test_killed_and_continued(tmp_path: Path) -> None:
-    """kill -9 at any moment leaves whole pieces only; the rest is computed, and the result is that of one go."""
+    """kill -9 at any moment leaves complete pieces only; the rest is computed, and the result is that of one run."""
     source = Counted(4000)
-    whole = extract(tiny(), source, batch=40, workers=0, device="cpu")
+    complete = extract(tiny(), source, batch=40, workers=0, device="cpu")
     code = KILLED.format(tests=str(Path(__file__).parent), keep=str(tmp_path))
     reached = [0]
     for _ in range(3):
@@ -309,5 +308,5 @@ def test_killed_and_continued(tmp_path: Path) -> None:
         assert reached[-1] > reached[-2]
     source.seen.clear()
     continued = extract(tiny(), source, batch=40, workers=0, device="cpu", keep=tmp_path)
-    assert_array_equal(continued.values, whole.values)
+    assert_array_equal(continued.values, complete.values)
     assert len(set(source.seen)) < 4000 - reached[-1] * 200

@@ -1,4 +1,4 @@
-"""Few-shot: against numpy's solve and scikit-learn's Ridge on the same matrix, limits, chance, and what cannot be."""
+"""Few-shot: against numpy's solve and scikit-learn's Ridge on the same matrix, limits, chance, and errors."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def random_set(n: int, width: int, classes: int = 4, seed: int = 0) -> tuple[NDA
 
 
 def augmented(features: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The fact sheet's matrix, written out."""
+    """The matrix X of the module's docstring."""
     x = features.astype(np.float64)
     x = (x - x.mean(0)) / (x.std(0) + 1e-5)
     return np.concatenate([x, np.full((len(x), 1), 100.0)], 1)
@@ -77,11 +77,11 @@ def test_as_l2_grows_l2_times_w_becomes_xty(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [WIDE, TALL])
 def test_chunks_change_nothing(shape: tuple[int, int]) -> None:
     features, labels = random_set(*shape)
-    whole, chunked = fit(features, labels, 4), fit(features, labels, 4, chunk=7)
+    unchunked, chunked = fit(features, labels, 4), fit(features, labels, 4, chunk=7)
     test, _ = random_set(90, 50, seed=1)
     for l2 in PENALTIES:
-        close(chunked.weights(l2), whole.weights(l2), 1e-9)
-    assert_array_equal(chunked.guesses(test, PENALTIES, chunk=11), whole.guesses(test, PENALTIES))
+        close(chunked.weights(l2), unchunked.weights(l2), 1e-9)
+    assert_array_equal(chunked.guesses(test, PENALTIES, chunk=11), unchunked.guesses(test, PENALTIES))
 
 
 def test_one_decomposition_serves_every_l2_and_the_test_is_scaled_by_the_support() -> None:
@@ -100,7 +100,7 @@ def test_one_decomposition_serves_every_l2_and_the_test_is_scaled_by_the_support
 
 
 def test_labels_without_meaning_give_chance() -> None:
-    """Hits of a guess are binomial; five deviations are passed once in two million."""
+    """Hits of a guess are binomial; five deviations are exceeded once in two million."""
     classes, images = 10, 4000
     train, labels = random_set(1000, 30, classes)
     test, truth = random_set(images, 30, classes, seed=1)
@@ -140,7 +140,7 @@ def test_the_support_is_balanced_nested_and_seeded() -> None:
     assert set(five) != set(support(labels, 5, 1))
 
 
-def test_a_classs_draw_hangs_on_no_other_class() -> None:
+def test_the_draw_of_a_class_depends_on_no_other_class() -> None:
     labels = np.repeat(np.arange(3), 20)
     alone = support(labels[20:], 4, 7) + 20
     assert_array_equal(alone, [i for i in support(labels, 4, 7) if i >= 20])
@@ -152,21 +152,21 @@ def test_every_image_is_drawn_equally_often() -> None:
     assert np.abs(drawn - 600).max() < 5 * math.sqrt(2000 * 0.3 * 0.7)
 
 
-# ---- what cannot be, and what is said
+# ---- errors and notes
 
 
 def test_classes_that_do_not_match() -> None:
     features, labels = random_set(40, 6)
     names = ("ant", "bee", "cat", "dog")
-    whole = Features(features, labels)
+    everything = Features(features, labels)
     few = Features(features[labels != 1], labels[labels != 1])
     with pytest.raises(UserError, match=r"test images have class 'bee', which no training image has"):
-        list(few_shot(few, whole, shots=[1], classes=names))
+        list(few_shot(few, everything, shots=[1], classes=names))
     with pytest.raises(
         UserError, match=r"class 'ant' has 10 of the 11 training images that 11 shots need; .* at most 10"
     ):
-        list(few_shot(whole, whole, shots=[1, 11], classes=names))
-    (result,) = few_shot(whole, few, shots=[None], classes=names)
+        list(few_shot(everything, everything, shots=[1, 11], classes=names))
+    (result,) = few_shot(everything, few, shots=[None], classes=names)
     assert result.images == 30
     ridge = fit(features, labels, 4)
     assert result.hits[0] == (ridge.guesses(few.values, [1024.0])[0] == few.labels).sum()
@@ -181,14 +181,14 @@ def test_labels_need_not_be_dense() -> None:
 
 
 @pytest.mark.parametrize(("l2", "seeds"), [((0.0,), 1), ((-1.0,), 1), ((1.0,), 0)])
-def test_settings_that_cannot_be(l2: tuple[float, ...], seeds: int) -> None:
-    whole = Features(*random_set(40, 6))
+def test_settings_must_be_positive(l2: tuple[float, ...], seeds: int) -> None:
+    everything = Features(*random_set(40, 6))
     with pytest.raises(UserError, match="must be positive"):
-        list(few_shot(whole, whole, shots=[1], l2=l2, seeds=seeds))
+        list(few_shot(everything, everything, shots=[1], l2=l2, seeds=seeds))
 
 
-def test_memory_stays_within_what_is_stated(tmp_path: Path) -> None:
-    """The features on disk, 20 MB; beside them no more than the docstring says."""
+def test_memory_stays_within_the_documented_bound(tmp_path: Path) -> None:
+    """The features on disk, 20 MB; beside them no more than the docstring states."""
     n, width, classes, chunk = 80_000, 64, 10, 1000
     features = np.memmap(tmp_path / "features", np.float32, "w+", shape=(n, width))
     features[:] = np.random.default_rng(0).standard_normal((n, width), np.float32)
@@ -214,16 +214,16 @@ def test_the_command_on_digits(model: Path, tmp_path: Path, command: Command, ca
     options = ["--shots", "1,5,all", "--l2", "1,2^10", "--json", str(target)]
     code, out, err = command("fewshot", str(model), "digits", *options)
     assert code == 0, err
-    said = json.loads(target.read_text())
-    assert said["images"] == {"train": 1198, "test": 599}
-    assert [(r["shots"], r["l2"]) for r in said["results"]] == [(s, p) for s in (1, 5, "all") for p in (1, 1024)]
-    assert [len(r["hits"]) for r in said["results"]] == [3, 3, 3, 3, 1, 1]
+    results = json.loads(target.read_text())
+    assert results["images"] == {"train": 1198, "test": 599}
+    assert [(r["shots"], r["l2"]) for r in results["results"]] == [(s, p) for s in (1, 5, "all") for p in (1, 1024)]
+    assert [len(r["hits"]) for r in results["results"]] == [3, 3, 3, 3, 1, 1]
     data, net = open_data("digits"), vitlab.load(model)
     train, test = extract(net, data.train), extract(net, data.test)
-    for result, known in zip(few_shot(train, test, shots=[1, 5, None], l2=[1, 1024]), said["results"], strict=True):
+    for result, known in zip(few_shot(train, test, shots=[1, 5, None], l2=[1, 1024]), results["results"], strict=True):
         assert list(result.hits) == known["hits"]
         assert f"{result.mean:.2%}" + ("" if result.std is None else f" ± {result.std:.2%}") in out
-    assert said["results"][-1]["accuracy"] > 0.5  # a fresh model's features tell digits apart
+    assert results["results"][-1]["accuracy"] > 0.5  # the features of an untrained model separate digits
     kept = model / "features"
     assert f"features are kept in {kept}" in out
     assert len(list(kept.glob("*.safetensors"))) == 5 + 3
@@ -243,7 +243,7 @@ def test_a_file_of_weights_keeps_nothing_unless_asked(model: Path, tmp_path: Pat
     assert len(list((tmp_path / "kept").glob("*.safetensors"))) == 5 + 3
 
 
-def test_a_class_without_test_images_is_said(model: Path, tmp_path: Path, command: Command) -> None:
+def test_a_class_without_test_images_is_noted(model: Path, tmp_path: Path, command: Command) -> None:
     for split, labels in (("train", "abc"), ("test", "ab")):
         for label in labels:
             (tmp_path / split / label).mkdir(parents=True)
@@ -262,11 +262,11 @@ def test_a_class_without_test_images_is_said(model: Path, tmp_path: Path, comman
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--shots", "1,,5"], "--shots must be a list such as 1,5,10, not '1,,5'"),
-        (["--shots", "0"], "--shots must be whole numbers from 1 on"),
-        (["--shots", "few"], "--shots must be whole numbers from 1 on"),
+        (["--shots", "0"], "--shots must be "),
+        (["--shots", "few"], "--shots must be "),
         (["--l2", "2^x"], "--l2 must be positive numbers such as 1024, 2^10 or 1e-3, not '2^x'"),
         (["--l2", "-1"], "--l2 must be positive numbers"),
         (["--shots", "500"], "of the 500 training images that 500 shots need"),
@@ -274,20 +274,20 @@ def test_a_class_without_test_images_is_said(model: Path, tmp_path: Path, comman
         (["--device", "abacus"], "there is no device 'abacus'"),
     ],
 )
-def test_mistakes_get_one_sentence(options: list[str], said: str, model: Path, command: Command) -> None:
+def test_bad_options_are_one_line(options: list[str], message: str, model: Path, command: Command) -> None:
     code, _, err = command("fewshot", str(model), "digits", *options)
     assert code == 1
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_prints_how_to_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     vitlab.save(vitlab.create("Ti/4", image_size=32, classes=0), folder)
     words = [Path(sys.executable).with_name("vitlab"), "fewshot", str(folder), "digits"]
-    hearing = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # jobs in a shell's background are deaf to it
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hearing)
+    accept = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=accept)
     deadline = time.monotonic() + 60
     while not list(folder.glob("features/*.safetensors")) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -21,7 +21,7 @@ from vitlab.evaluation import probe as module
 from vitlab.evaluation.extract import Features, extract
 from vitlab.evaluation.fewshot import few_shot
 from vitlab.evaluation.neighbors import NEIGHBORS, TEMPERATURE, knn, nearest
-from vitlab.evaluation.probe import linear_probe, logistic, objective, parts
+from vitlab.evaluation.probe import linear_probe, logistic, objective, split_for_sweep
 
 
 def blobs(n: int, seed: int = 0, width: int = 12, classes: int = 5, spread: float = 1.5) -> Features:
@@ -63,25 +63,25 @@ def test_the_objective_and_its_gradient_are_those_of_autograd() -> None:
     f = torch.nn.functional.cross_entropy(z, y) + 0.1 / 2 * w[:-1].square().sum()
     f.backward()
     for chunk in (7, 50, 4096):
-        loss, gradient = objective(x, y, fitted.standard, w.detach(), 0.1, chunk)
+        loss, gradient = objective(x, y, fitted.standardizer, w.detach(), 0.1, chunk)
         assert_allclose(loss / 50, f.detach(), rtol=1e-12)
         assert_allclose(gradient / 50, w.grad, rtol=1e-9, atol=1e-12)
 
 
-def test_no_start_chunk_or_step_from_it_does_better() -> None:
-    """The problem is convex: whatever it sets out from, it ends at the same place, and all ways from there lead up."""
+def test_the_solution_is_the_minimum() -> None:
+    """The problem is convex: any start ends at the same minimum, and every step from there increases the loss."""
     train = blobs(300)
     fresh = logistic(train.values, train.labels, 5, 1e-3)
     other = logistic(train.values, train.labels, 5, 1e-3, start=logistic(train.values, train.labels, 5, 1.0), chunk=31)
     assert_allclose(fresh.weights, other.weights, atol=2e-3)
     x, y = torch.from_numpy(train.values), torch.from_numpy(train.labels)
-    least = objective(x, y, fresh.standard, fresh.weights, 1e-3, 4096)[0]
+    least = objective(x, y, fresh.standardizer, fresh.weights, 1e-3, 4096)[0]
     for _ in range(20):
         step = 0.01 * torch.randn_like(fresh.weights)
-        assert objective(x, y, fresh.standard, fresh.weights + step, 1e-3, 4096)[0] > least
+        assert objective(x, y, fresh.standardizer, fresh.weights + step, 1e-3, 4096)[0] > least
 
 
-def test_too_few_steps_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_steps_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STEPS", 10)
     train = blobs(300)
     short = logistic(train.values, train.labels, 5, 1e-4)
@@ -91,9 +91,9 @@ def test_too_few_steps_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_sweep_chooses_on_images_set_aside_and_refits_on_all() -> None:
-    """By hand: fit each l2 to the rest, count hits on what is aside, take the best, fit that to everything."""
+    """By hand: fit each l2 to the rest, count hits on the images set aside, fit the best to everything."""
     train, test = blobs(200, spread=2.5), blobs(2000, seed=1, spread=2.5)
-    seen, unseen = parts(train, None)
+    seen, unseen = split_for_sweep(train, None)
     assert_array_equal(np.bincount(unseen.labels), [8] * 5)
     assert len(seen.labels) + len(unseen.labels) == 200
     rows = {row.tobytes() for row in seen.values} | {row.tobytes() for row in unseen.values}
@@ -120,7 +120,7 @@ def test_a_validation_split_is_used_and_one_l2_needs_none() -> None:
     assert_array_equal(single.linear.weights, logistic(train.values, train.labels, 5, 0.1).weights)
 
 
-def test_what_cannot_be_probed() -> None:
+def test_errors_of_the_linear_probe() -> None:
     lone = Features(np.eye(3, dtype=np.float32), np.arange(3))
     with pytest.raises(UserError, match="no class has two training images"):
         linear_probe(lone, lone)
@@ -143,7 +143,7 @@ def by_loop(train: Features, test: Features, k: int, temperature: float) -> list
 
 
 def directions(n: int, seed: int) -> Features:
-    """Overlapping classes seen from the origin, so that cosines tell them apart."""
+    """Overlapping classes seen from the origin, so that cosines separate them."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, 6, n) * 3  # not dense
     x = np.random.default_rng(5).standard_normal((6, 8))[labels // 3] + rng.standard_normal((n, 8))
@@ -167,11 +167,11 @@ def test_equals_a_plain_loop_and_scikit_learn() -> None:
 
 def test_blocks_and_chunks_change_nothing() -> None:
     train, test = directions(150, 0), directions(80, 1)
-    likeness, index = nearest(train.values, test.values, 9)
-    assert (likeness.diff(dim=1) <= 0).all()
+    cosines, index = nearest(train.values, test.values, 9)
+    assert (cosines.diff(dim=1) <= 0).all()
     for block, chunk in ((4, 100), (150, 7), (149, 80), (20, 3)):  # also blocks with fewer images than neighbors
         some, places = nearest(train.values, test.values, 9, block=block, chunk=chunk)
-        assert_allclose(some, likeness, atol=1e-6)
+        assert_allclose(some, cosines, atol=1e-6)
         assert_array_equal(places, index)
 
 
@@ -182,12 +182,12 @@ def test_a_small_temperature_does_not_overflow() -> None:
 
 
 @pytest.mark.parametrize(("k", "temperature"), [([0], 1.0), ([151], 1.0), ([5], 0.0)])
-def test_neighbors_that_cannot_be(k: list[int], temperature: float) -> None:
+def test_errors_of_neighbors(k: list[int], temperature: float) -> None:
     with pytest.raises(UserError, match=r"k must be at least 1 and at most the 150|the temperature must be positive"):
         list(knn(directions(150, 0), directions(9, 1), k=k, temperature=temperature))
 
 
-# ---- the command
+# ---- the commands
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -196,20 +196,20 @@ def test_the_command_on_digits(model: Path, tmp_path: Path, command: Command) ->
     target = tmp_path / "probe.json"
     code, out, err = command("probe", str(model), "digits", "--l2", "1e-3,1e-2", "--k", "5,20", "--json", str(target))
     assert code == 0, err
-    said = json.loads(target.read_text())
+    results = json.loads(target.read_text())
     data, net = open_data("digits"), vitlab.load(model)
     train, test = extract(net, data.train), extract(net, data.test)
     linear = linear_probe(train, test, l2=[1e-3, 1e-2])
-    assert (said["linear"]["hits"], said["linear"]["images"]) == (linear.hits, 599)
-    assert [r["hits"] for r in said["neighbors"]] == [r.hits for r in knn(train, test, k=[5, 20])]
-    assert said["linear"]["converged"] is True
-    assert said["linear"]["accuracy"] > 0.7
+    assert (results["linear"]["hits"], results["linear"]["images"]) == (linear.hits, 599)
+    assert [r["hits"] for r in results["neighbors"]] == [r.hits for r in knn(train, test, k=[5, 20])]
+    assert results["linear"]["converged"] is True
+    assert results["linear"]["accuracy"] > 0.7
     assert f"{linear.accuracy:.2%}" in out
     assert f"note: the best l2, {linear.linear.l2:g}, is the last of the list" in out  # both ends of a list of two
 
 
 def test_the_commands_defaults_are_the_functions() -> None:
-    """They are written twice, so that help need not wait for torch."""
+    """They are written twice, so that --help does not import torch."""
     ours = {name: parameter.default for name, parameter in inspect.signature(representation.probe).parameters.items()}
     assert tuple(map(float, ours["l2"].split(","))) == module.SWEEP
     assert tuple(map(int, ours["k"].split(","))) == NEIGHBORS
@@ -222,16 +222,16 @@ def test_the_commands_defaults_are_the_functions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        (["--k", "0"], "--k must be whole numbers from 1 on"),
+        (["--k", "0"], "--k must be "),
         (["--k", "1199"], "k must be at least 1 and at most the 1198 training images there are, not 1199"),
         (["--l2", "0"], "--l2 must be positive numbers"),
         (["--temperature", "0"], "the temperature must be positive, not 0"),
     ],
 )
-def test_mistakes_get_one_sentence(options: list[str], said: str, model: Path, command: Command) -> None:
+def test_bad_options_are_one_line(options: list[str], message: str, model: Path, command: Command) -> None:
     code, _, err = command("probe", str(model), "digits", *options)
     assert code == 1
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1

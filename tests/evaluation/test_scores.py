@@ -1,4 +1,4 @@
-"""Scores against scikit-learn, scipy's binomial and plain loops."""
+"""Scores against scikit-learn, scipy and plain loops."""
 
 import time
 
@@ -7,23 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from scipy.stats import binom
+from scipy.stats import binomtest
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support, top_k_accuracy_score
 
 from vitlab.errors import UserError
 from vitlab.evaluation.scores import (
+    Rate,
     calibration,
     calibration_interval,
     confusion,
-    interval,
-    intervals,
     per_class,
+    rate,
     top_hits,
+    wilson,
 )
 
 
 def drawn(n: int, k: int, seed: int = 0, sharpness: float = 1.0) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Logits, and labels drawn from their softmax; with another sharpness the logits are wrongly sure."""
+    """Logits, and labels drawn from their softmax; with another sharpness the logits are over- or underconfident."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(n, k)) * 2
     labels = (logits + rng.gumbel(size=(n, k))).argmax(1)
@@ -101,7 +102,7 @@ def test_bins_have_their_upper_edge() -> None:
 
 
 def test_the_interval_of_the_calibration_error_is_that_of_resampled_images() -> None:
-    """Counts of cells against drawing the images themselves, mirrored at the error."""
+    """Counts of cells against drawing the images themselves, reflected about the error."""
     logits, labels = drawn(400, 6, sharpness=2.5)
     odds = softmax(logits)
     rng = np.random.default_rng(1)
@@ -112,7 +113,7 @@ def test_the_interval_of_the_calibration_error_is_that_of_resampled_images() -> 
 
 
 def test_the_interval_of_the_calibration_error_covers() -> None:
-    """The true error of a model that is too sure, from very many images, in most intervals from few."""
+    """The true error of an overconfident model, from very many images, in most intervals from few."""
     logits, labels = drawn(200_000, 5, sharpness=2.0)
     odds = softmax(logits)
     truth = calibration(odds, labels).error
@@ -124,51 +125,37 @@ def test_the_interval_of_the_calibration_error_covers() -> None:
     assert covered >= 48  # of 60; 57 are expected of a perfect interval
 
 
-# ---- intervals of rates
+# ---- intervals of proportions
 
 
-@pytest.mark.parametrize(("n", "right"), [(20, 13), (599, 560), (50_000, 40_123)])
-def test_interval_is_the_binomials(n: int, right: int) -> None:
-    hits = np.arange(n) < right
-    low, high = interval(hits)
-    expected = binom.ppf([0.025, 0.975], n, right / n) / n
-    spread = np.sqrt(right / n * (1 - right / n) / n)
-    assert abs(low - expected[0]) < max(0.15 * spread, 1 / n)
-    assert abs(high - expected[1]) < max(0.15 * spread, 1 / n)
-    assert low < right / n < high
+@pytest.mark.parametrize("n", [1, 2, 10, 599, 50_000])
+def test_wilson_intervals_are_scipys(n: int) -> None:
+    hits = np.unique([0, 1, n // 3, n // 2, n - 1, n])
+    for right, (low, high) in zip(hits.tolist(), wilson(hits, np.full(len(hits), n)), strict=True):
+        expected = binomtest(right, n).proportion_ci(0.95, method="wilson")
+        assert (low, high) == pytest.approx((expected.low, expected.high), abs=1e-12)
+        assert 0 <= low <= right / n <= high <= 1
+        assert rate(right, n) == Rate(right / n, low, high)
 
 
-def test_interval_covers() -> None:
+def test_wilson_intervals_cover() -> None:
     rng = np.random.default_rng(3)
-    counts = rng.binomial(300, 0.8, 400)
-    bounds = intervals(counts, np.full(400, 300))
-    covered = ((bounds[:, 0] <= 0.8) & (bounds[:, 1] >= 0.8)).mean()
-    assert 0.91 < covered < 0.98
+    for n, true in ((300, 0.8), (20, 0.95)):
+        bounds = wilson(rng.binomial(n, true, 2000), np.full(2000, n))
+        covered = ((bounds[:, 0] <= true) & (bounds[:, 1] >= true)).mean()
+        assert 0.91 < covered < 0.98
 
 
-def test_a_narrower_level_gives_a_narrower_interval() -> None:
-    hits = np.arange(100) < 70
-    wide, narrow = interval(hits, level=0.95), interval(hits, level=0.5)
-    assert wide[0] < narrow[0] < 0.7 < narrow[1] < wide[1]
-
-
-def test_many_rates_at_once_have_none_where_there_is_nothing() -> None:
-    bounds = intervals(np.array([0, 5, 10]), np.array([0, 10, 10]))
+def test_rates_over_no_images_have_no_interval() -> None:
+    bounds = wilson(np.array([0, 5, 10]), np.array([0, 10, 10]))
     assert np.isnan(bounds[0]).all()
-    assert 0.1 < bounds[1, 0] < 0.3
-    assert 0.7 < bounds[1, 1] < 0.9
-    assert bounds[2].tolist() == [1.0, 1.0]
+    assert bounds[1].tolist() == pytest.approx([0.2366, 0.7634], abs=1e-4)
+    assert bounds[2].tolist() == pytest.approx([0.7225, 1.0], abs=1e-4)
 
 
-def test_the_same_seed_is_the_same_interval() -> None:
-    hits = np.arange(50) < 20
-    assert interval(hits, seed=1) == interval(hits, seed=1)
-    assert interval(hits, draws=50, seed=1) != interval(hits, draws=50, seed=2)
-
-
-def test_a_rate_of_nothing_is_a_sentence() -> None:
+def test_no_images_are_an_error() -> None:
     with pytest.raises(UserError, match="no images"):
-        interval(np.zeros(0, bool))
+        rate(0, 0)
     with pytest.raises(UserError, match="no images"):
         calibration(np.zeros((0, 3)), np.zeros(0, np.int64))
 
@@ -177,7 +164,6 @@ def test_fifty_thousand_images_are_quick() -> None:
     logits, labels = drawn(50_000, 20)
     odds = softmax(logits)
     began = time.process_time()
-    interval(odds.argmax(1) == labels)
     calibration_interval(odds, labels)
-    intervals(np.full(1000, 40), np.full(1000, 50))
+    wilson(np.full(1000, 40), np.full(1000, 50))
     assert time.process_time() - began < 8

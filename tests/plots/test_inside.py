@@ -1,4 +1,4 @@
-"""Figures as a reader meets them: every word inside the page, none on another, the right picture in each panel."""
+"""Figures as drawn: all text inside the page, none overlapping, the right image in each panel."""
 
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -12,10 +12,10 @@ import pytest
 matplotlib = pytest.importorskip("matplotlib")
 
 from vitlab.plots import inside, style  # noqa: E402
-from vitlab.plots.steps import clipped, spread, steps_figure  # noqa: E402
+from vitlab.plots.steps import pick_evenly, steps_figure  # noqa: E402
 
 RANDOM = np.random.default_rng(0)
-LOOKS = "where all tokens look, on average"  # the longer of the two
+WHOSE = "of all tokens, averaged"  # the longer of the two
 
 
 def maps(*shape: int) -> np.ndarray:
@@ -41,12 +41,12 @@ def layer_names(n: int) -> list[str]:
 
 def draw_steps(these: Any, names: list[str] | None = None, hybrid: bool = False) -> Any:
     classes = ["$one$", "w" * 80, *(f"a class with a rather long name, number {i}" for i in range(1000))]
-    return steps_figure(these, names or layer_names(len(these.attention)), classes, LOOKS, hybrid)
+    return steps_figure(these, names or layer_names(len(these.attention)), classes, WHOSE, hybrid)
 
 
 def heads(shape: tuple[int, int], layers: int, count: int) -> Any:
     pixels = RANDOM.random((*shape, 3))
-    return inside.heads_figure(pixels, maps(24, 16, 4, 4), range(layers), range(count), layer_names(24), LOOKS)
+    return inside.heads_figure(pixels, maps(24, 16, 4, 4), range(layers), range(count), layer_names(24), WHOSE)
 
 
 def no_positions() -> Any:
@@ -65,13 +65,13 @@ FIGURES: dict[str, Callable[[], Any]] = {
     "positions, many": lambda: inside.positions_figure(RANDOM.random((37, 37, 37, 37))),
     "distance": lambda: inside.distance_figure(RANDOM.random((12, 3)) * 150, 128, 117),
     "distance, axial, deep": lambda: inside.distance_figure(RANDOM.random((64, 16)) * 150, 12800, 117, axial=True),
-    "rollout": lambda: inside.rollout_figure(RANDOM.random((64, 64, 3)), maps(4, 4), LOOKS),
-    "rollout, wide": lambda: inside.rollout_figure(RANDOM.random((32, 96, 3)), maps(2, 6), LOOKS),
-    "rollout, tall": lambda: inside.rollout_figure(RANDOM.random((96, 32, 3)), maps(6, 2), LOOKS),
-    "layers": lambda: inside.layers_figure(RANDOM.random((64, 64, 3)), maps(12, 3, 4, 4), layer_names(12), LOOKS),
-    "layers, one": lambda: inside.layers_figure(RANDOM.random((32, 64, 3)), maps(1, 3, 4, 4), ["1"], LOOKS),
+    "rollout": lambda: inside.rollout_figure(RANDOM.random((64, 64, 3)), maps(4, 4), WHOSE),
+    "rollout, wide": lambda: inside.rollout_figure(RANDOM.random((32, 96, 3)), maps(2, 6), WHOSE),
+    "rollout, tall": lambda: inside.rollout_figure(RANDOM.random((96, 32, 3)), maps(6, 2), WHOSE),
+    "layers": lambda: inside.layers_figure(RANDOM.random((64, 64, 3)), maps(12, 3, 4, 4), layer_names(12), WHOSE),
+    "layers, one": lambda: inside.layers_figure(RANDOM.random((32, 64, 3)), maps(1, 3, 4, 4), ["1"], WHOSE),
     "layers, axial": lambda: inside.layers_figure(
-        RANDOM.random((64, 32, 3)), maps(8, 3, 4, 4), [f"{i} columns" for i in range(8)], LOOKS
+        RANDOM.random((64, 32, 3)), maps(8, 3, 4, 4), [f"{i} columns" for i in range(8)], WHOSE
     ),
     "heads": lambda: heads((64, 64), 6, 12),
     "heads, one": lambda: heads((64, 64), 1, 1),
@@ -87,7 +87,7 @@ FIGURES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_words_are_whole_and_apart(name: str) -> None:
+def test_text_is_inside_the_page_and_apart(name: str) -> None:
     figure = FIGURES[name]()
     figure.set_dpi(80)  # inches decide; fewer pixels draw faster
     figure.draw_without_rendering()
@@ -104,10 +104,10 @@ def test_words_are_whole_and_apart(name: str) -> None:
         for other, another in boxes[i + 1 :]:
             across = min(box.x1, another.x1) - max(box.x0, another.x0)
             down = min(box.y1, another.y1) - max(box.y0, another.y0)
-            assert min(across, down) < 1.5, f"'{one}' lies on '{other}'"
+            assert min(across, down) < 1.5, f"'{one}' overlaps '{other}'"
 
 
-def pictures(figure: Any) -> list[np.ndarray]:
+def shown_images(figure: Any) -> list[np.ndarray]:
     return [
         np.ma.filled(image.get_array().astype(float), np.nan) for image in figure.findobj(matplotlib.image.AxesImage)
     ]
@@ -128,7 +128,7 @@ def test_overlay_is_brightest_where_the_map_is() -> None:
     np.testing.assert_allclose(got[7, 7], low, atol=1e-6)  # and of the first one
 
 
-def test_overlay_does_not_drown_in_a_few_cells() -> None:
+def test_overlay_is_not_dominated_by_a_few_cells() -> None:
     grid = np.full((10, 10), 0.001)
     grid[5, 5], grid[0, 0], grid[0, 9] = 0.004, 0.5, 0.4
     got = inside.overlay(np.zeros((110, 110, 3)), grid)
@@ -143,10 +143,10 @@ def test_overlay_of_an_even_map_is_even(value: float) -> None:
     assert len(np.unique(got.reshape(-1, 3), axis=0)) == 1
 
 
-def test_a_filter_keeps_zero_grey() -> None:
+def test_filters_are_gray_at_zero() -> None:
     filters = np.zeros((2, 4, 4, 3))
     filters[0, 0, 0] = [-2, 1, 0]
-    first, second = pictures(inside.filters_figure(filters, np.array([0.9, 0.1]), False))
+    first, second = shown_images(inside.filters_figure(filters, np.array([0.9, 0.1]), False))
     assert first[0, 0].tolist() == [0, 0.75, 0.5]
     assert (second == 0.5).all()
 
@@ -154,7 +154,7 @@ def test_a_filter_keeps_zero_grey() -> None:
 @pytest.mark.parametrize(("h", "w", "step"), [(3, 5, 1), (16, 4, 1), (20, 3, 2), (40, 37, 3)])
 def test_the_grid_of_grids_has_each_in_its_place(h: int, w: int, step: int) -> None:
     similarity = RANDOM.random((h, w, h, w))
-    mosaic, *_ = pictures(inside.positions_figure(similarity))
+    mosaic, *_ = shown_images(inside.positions_figure(similarity))
     for y in range(0, h, step):
         for x in range(0, w, step):
             top, left = y // step * (h + 1), x // step * (w + 1)
@@ -176,7 +176,7 @@ def test_every_head_has_a_dot() -> None:
 
 def test_heads_are_the_chosen_ones() -> None:
     pixels, attention = np.zeros((8, 8, 3)), maps(3, 4, 2, 2)
-    shown = pictures(inside.heads_figure(pixels, attention, [2, 0], [1, 3], layer_names(3), LOOKS))
+    shown = shown_images(inside.heads_figure(pixels, attention, [2, 0], [1, 3], layer_names(3), WHOSE))
     expected = [inside.overlay(pixels, attention[layer, head]) for layer in (2, 0) for head in (1, 3)]
     assert len(shown) == 4
     for one, other in zip(shown, expected, strict=True):
@@ -186,24 +186,24 @@ def test_heads_are_the_chosen_ones() -> None:
 def test_class_scores_are_a_softmax_by_rank() -> None:
     these = steps(classes=3)
     these.logits = np.log(np.array([0.2, 0.7, 0.1], np.float32))
-    figure = steps_figure(these, layer_names(12), ["cat", "dog", "owl"], LOOKS, False)
-    said = [text.get_text() for text in figure.axes[-1].texts]
-    assert said == ["dog", "70.0%", "cat", "20.0%", "owl", "10.0%"]
+    figure = steps_figure(these, layer_names(12), ["cat", "dog", "owl"], WHOSE, False)
+    texts = [text.get_text() for text in figure.axes[-1].texts]
+    assert texts == ["dog", "70.0%", "cat", "20.0%", "owl", "10.0%"]
     assert [bar.get_width() for bar in figure.axes[-1].patches] == pytest.approx([0.7, 0.2, 0.1])
 
 
 def test_long_names_are_clipped_and_short_ones_are_not() -> None:
-    assert clipped("dog") == "dog"
-    assert len(clipped("w" * 80)) == 24
-    assert clipped("a class with a name, which is long").endswith("…")
+    assert style.shorten("dog") == "dog"
+    assert len(style.shorten("w" * 80)) == 24
+    assert style.shorten("a class with a name, which is long").endswith("…")
 
 
 @pytest.mark.parametrize(("count", "chosen"), [(1, [0]), (4, [0, 1, 2, 3]), (12, [0, 2, 4, 7, 9, 11])])
 def test_depths_run_from_the_first_to_the_last(count: int, chosen: list[int]) -> None:
-    assert spread(count, 6) == chosen
+    assert pick_evenly(count, 6) == chosen
 
 
-def test_files_are_whole_and_the_same_again(tmp_path: Path) -> None:
+def test_files_are_complete_and_reproducible(tmp_path: Path) -> None:
     distance = np.arange(6.0).reshape(3, 2)
     for name in ("one", "two"):
         written = style.write(inside.distance_figure(distance, 2, 3), tmp_path / name, ("png", "svg"))

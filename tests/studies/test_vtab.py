@@ -62,7 +62,7 @@ def test_clevr_distances_have_six_classes() -> None:
         (["Car", "Van"], [30.0, 12.0], 1),
         (["Truck"], [25.0], 2),
         ([], [], 3),
-        (["Pedestrian", "Cyclist"], [4.0, 5.0], 3),  # nobody drives
+        (["Pedestrian", "Cyclist"], [4.0, 5.0], 3),  # no vehicle
         (["Pedestrian", "Car"], [4.0, 15.0], 1),
         (["DontCare"], [-1000.0], 3),
     ],
@@ -99,8 +99,8 @@ def test_the_nineteen_tasks() -> None:
     derived = {"clevr_count": 8, "clevr_dist": 6, "kitti": 4, "dsprites_loc": 16, "dsprites_ori": 16}
     derived |= {"smallnorb_azi": 18, "smallnorb_ele": 9, "dmlab": 6}
     assert {task.name: task.classes for task in TASKS if task.name in derived} == derived
-    told_apart = {"dsprites_loc", "dsprites_ori", "smallnorb_azi", "svhn"}  # a mirror image is of another class
-    assert {task.name for task in TASKS if not task.flip} == told_apart
+    not_flipped = {"dsprites_loc", "dsprites_ori", "smallnorb_azi", "svhn"}  # a mirror image is of another class
+    assert {task.name for task in TASKS if not task.flip} == not_flipped
     assert all(not task.crop for task in TASKS if task.group == "structured")
 
 
@@ -140,7 +140,7 @@ def test_a_test_split_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("a.png 0\nb.png\n", "line 2"),
         ("a.png 0\nb.png cat\n", "line 2"),
@@ -149,10 +149,10 @@ def test_a_test_split_of_its_own(tmp_path: Path) -> None:
         ("\n\n", "lists no images"),
     ],
 )
-def test_bad_lists_are_a_sentence(tmp_path: Path, text: str, said: str) -> None:
+def test_bad_lists_are_an_error(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "test.txt"
     path.write_text(text)
-    with pytest.raises(UserError, match=said) as error:
+    with pytest.raises(UserError, match=message) as error:
         read_list(path, 4)
     assert str(path) in str(error.value)
 
@@ -201,22 +201,22 @@ def study(weights: str, root: Path, out: Path, **more: Any) -> Study:
 def test_the_accuracy_is_that_of_the_model_it_leaves(weights: str, root: Path, tmp_path: Path) -> None:
     settings = (*SMALL, "lr=0.1")
     found = study(weights, root, tmp_path / "out", steps=60, settings=settings, keep=True)
-    said = json.loads((tmp_path / "out" / "results.json").read_text())
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
     for task in TWO:
         model = vitlab.load(tmp_path / "out" / task.name)
         right = []
         for path, label in read_list(root / task.name / "test.txt", task.classes):
-            whole = Image.open(root / task.name / path).resize((16, 16), Image.Resampling.BILINEAR)
-            pixels = torch.from_numpy(np.array(whole)).permute(2, 0, 1)[None] / 127.5 - 1
+            image = Image.open(root / task.name / path).resize((16, 16), Image.Resampling.BILINEAR)
+            pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 127.5 - 1
             with torch.no_grad():
                 right.append(model(pixels).argmax().item() == label)
         assert found.results[task.name].accuracy == pytest.approx(np.mean(right))
-        assert said["tasks"][task.name]["images"] == 13
+        assert results["tasks"][task.name]["images"] == 13
     assert found.results["patch_camelyon"].accuracy > 0.9  # red or blue
     both = [result.accuracy for result in found.results.values()]
-    assert said["means"]["all"] == {"mean": pytest.approx(np.mean(both)), "done": 2, "of": 19}
-    assert said["means"]["structured"] == {"mean": found.results["kitti"].accuracy, "done": 1, "of": 8}
-    assert "natural" not in said["means"]
+    assert results["means"]["all"] == {"mean": pytest.approx(np.mean(both)), "done": 2, "of": 19}
+    assert results["means"]["structured"] == {"mean": found.results["kitti"].accuracy, "done": 1, "of": 8}
+    assert "natural" not in results["means"]
 
 
 def test_the_recipe_is_the_papers(weights: str, root: Path, tmp_path: Path) -> None:
@@ -231,12 +231,12 @@ def test_the_recipe_is_the_papers(weights: str, root: Path, tmp_path: Path) -> N
     assert not (tmp_path / "out" / "kitti" / "model.safetensors").exists()  # without keep
 
 
-def test_left_to_itself_it_takes_the_papers_numbers(weights: str) -> None:
+def test_the_defaults_are_the_papers(weights: str) -> None:
     from vitlab.studies.vtab import base_recipe
 
     recipe = base_recipe(weights, vitlab.load(weights), 2500, ())
     assert (recipe.batch, recipe.steps, recipe.warmup, recipe.image_size) == (512, 2500, 500, (384, 384))
-    with pytest.raises(UserError, match="'steps' is not yours to set here: --steps says it"):
+    with pytest.raises(UserError, match="'steps' cannot be set here: --steps sets it"):
         base_recipe(weights, vitlab.load(weights), 2500, ("steps=3",))
 
 
@@ -250,7 +250,7 @@ def test_finished_tasks_are_not_run_again(weights: str, root: Path, tmp_path: Pa
 
 
 class Interrupting(Console):
-    """Ctrl-C at the first word of progress in the second task."""
+    """Ctrl-C at the first progress line of the second task."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         line = str(objects[0])
@@ -259,13 +259,13 @@ class Interrupting(Console):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_study_that_was_stopped_goes_on(weights: str, root: Path, tmp_path: Path) -> None:
-    study(weights, root, tmp_path / "whole", steps=12, keep=True)
-    with pytest.raises(Stopped, match=r"kitti: stopped at step \d+ of 12.*the same command goes on"):
+def test_a_stopped_study_resumes(weights: str, root: Path, tmp_path: Path) -> None:
+    study(weights, root, tmp_path / "once", steps=12, keep=True)
+    with pytest.raises(Stopped, match=r"kitti: stopped at step \d+ of 12.*the same command resumes"):
         study(weights, root, tmp_path / "cut", steps=12, keep=True, console=Interrupting(file=sys.stderr))
     assert set(json.loads((tmp_path / "cut" / "results.json").read_text())["tasks"]) == {"patch_camelyon"}
     study(weights, root, tmp_path / "cut", steps=12, keep=True)
-    one, two = (load_file(tmp_path / name / "kitti" / "model.safetensors") for name in ("whole", "cut"))
+    one, two = (load_file(tmp_path / name / "kitti" / "model.safetensors") for name in ("once", "cut"))
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
@@ -282,9 +282,9 @@ def test_another_recipe_or_model_needs_another_folder(weights: str, root: Path, 
     changed = tmp_path / "small"
     vitlab.save(model, changed)
     shutil.copytree(out, tmp_path / "copy")
-    said = json.loads((tmp_path / "copy" / "results.json").read_text())
-    said["recipe"]["weights"] = str(changed)
-    (tmp_path / "copy" / "results.json").write_text(json.dumps(said))
+    results = json.loads((tmp_path / "copy" / "results.json").read_text())
+    results["recipe"]["weights"] = str(changed)
+    (tmp_path / "copy" / "results.json").write_text(json.dumps(results))
     with pytest.raises(UserError, match="other weights"):
         study(str(changed), root, tmp_path / "copy", tasks=choose("kitti"), steps=2)
     (out / "results.json").write_text("{")
@@ -292,7 +292,7 @@ def test_another_recipe_or_model_needs_another_folder(weights: str, root: Path, 
         study(weights, root, out, tasks=choose("kitti"), steps=2)
 
 
-def test_tuning_takes_the_best_on_the_images_kept_aside(weights: str, root: Path, tmp_path: Path) -> None:
+def test_tuning_takes_the_best_on_the_images_set_aside(weights: str, root: Path, tmp_path: Path) -> None:
     found = study(weights, root, tmp_path / "out", tasks=choose("patch_camelyon"), steps=40, rates=(1e-6, 0.1))
     result = found.results["patch_camelyon"]
     assert set(result.trials) == {"1e-06", "0.1"}
@@ -320,10 +320,10 @@ def test_means_are_over_what_ran() -> None:
     assert means({}) == {}
 
 
-# ---- the verb
+# ---- the command
 
 
-def verb(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+def run_command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(sys, "argv", ["vitlab", *words])
     with pytest.raises(SystemExit) as stop:
@@ -331,24 +331,26 @@ def verb(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return int(stop.value.code or 0)
 
 
-def test_what_is_not_there_is_named_and_the_rest_runs(
+def test_missing_tasks_are_listed_and_the_rest_runs(
     weights: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--tasks", "structured", "--data", str(root), "--out", str(tmp_path / "out"), "--steps", "5"]
-    assert verb(monkeypatch, "vtab", weights, *SMALL, *words) == 0
+    assert run_command(monkeypatch, "vtab", weights, *SMALL, *words) == 0
     printed = capsys.readouterr().out
     for task in choose("structured"):
         named = f"{task.name} is left out" in printed and task.origin in printed
         assert named == (task.name != "kitti")
     assert "structured, 1 of 8" in printed
     assert "mean of 1 of the 19" in printed
-    assert "does not stand beside published numbers" in printed  # 30 images are not 1,000
+    assert "is not comparable to published numbers" in printed  # 30 images are not 1,000
 
 
-def test_nothing_there_is_an_error(
+def test_no_tasks_are_an_error(
     weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert verb(monkeypatch, "vtab", weights, "--data", str(tmp_path / "none"), "--out", str(tmp_path / "out")) == 1
+    assert (
+        run_command(monkeypatch, "vtab", weights, "--data", str(tmp_path / "none"), "--out", str(tmp_path / "out")) == 1
+    )
     printed = capsys.readouterr()
     assert "none of these tasks is in" in printed.err
     assert printed.out.count("is left out") == 19
@@ -362,23 +364,23 @@ def test_a_broken_task_does_not_stop_the_others(
     bad = place / "patch_camelyon" / "images" / "35.png"
     bad.write_bytes(b"no image")
     words = ["--tasks", "patch_camelyon,kitti", "--data", str(place), "--out", str(tmp_path / "out"), "--steps", "4"]
-    assert verb(monkeypatch, "vtab", weights, *SMALL, *words) == 1
+    assert run_command(monkeypatch, "vtab", weights, *SMALL, *words) == 1
     printed = capsys.readouterr()
     assert str(bad) in printed.out
     assert "1 task did not finish (patch_camelyon)" in printed.err
     assert set(json.loads((tmp_path / "out" / "results.json").read_text())["tasks"]) == {"kitti"}
     bad.unlink()
-    assert verb(monkeypatch, "vtab", weights, *SMALL, *words) == 1
+    assert run_command(monkeypatch, "vtab", weights, *SMALL, *words) == 1
     assert "1 of the 13 images" in capsys.readouterr().out
     shape(COLORS[35 % 2], 35).save(bad)
-    assert verb(monkeypatch, "vtab", weights, *SMALL, *words) == 0
+    assert run_command(monkeypatch, "vtab", weights, *SMALL, *words) == 0
 
 
 @pytest.mark.parametrize("words", [["--tune", "fast"], ["--tune", "0.1,-1"], ["--steps", "0"], ["--tasks", "kiti"]])
-def test_mistakes_are_a_sentence(
+def test_bad_options_are_one_line(
     weights: str, root: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert verb(monkeypatch, "vtab", weights, "--data", str(root), *words) == 1
+    assert run_command(monkeypatch, "vtab", weights, "--data", str(root), *words) == 1
     printed = capsys.readouterr().err
     assert printed.startswith("error: ")
     assert printed.count("\n") == 1

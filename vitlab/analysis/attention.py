@@ -1,6 +1,7 @@
-"""Who looks at whom: the attention weights of every layer and head, whatever kernel the model runs on."""
+"""The attention weights of every layer and head, whatever kernel the model runs on."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,63 +14,67 @@ from vitlab.models.vit import Attention, ViT, attention_weights
 
 
 def attention(model: Model, images: Tensor) -> list[Tensor]:
-    """Per layer, the weights (B, H, N, N): row i says how token i shares its attention out.
+    """Return the attention weights (B, H, N, N) of each layer: row i is the distribution of query token i over keys.
 
-    The model runs as it is, on fused kernels and without dropout; each layer's input is caught on its way in and
-    the weights computed beside it. Token 0 is the class token where the model has one. An axial block gives two
-    entries, rows then columns, dense with zeros where it does not look. Weights are float32 or wider.
+    The model runs unchanged, on fused kernels and without dropout; each layer's input is recorded by a hook and the
+    weights are computed from it. Token 0 is the class token where the model has one. An axial block gives two entries,
+    rows then columns, dense with zeros outside its axis. Weights are float32 or wider.
     """
     return list(each_attention(model, images))
 
 
 @torch.no_grad()
 def each_attention(model: Model, images: Tensor) -> Iterator[Tensor]:
-    """The same, a layer at a time: all layers of H/14 at 518 pixels would take 3.8 GB an image."""
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    """Yield the same a layer at a time: all layers of H/14 at 518 pixels would take 3.8 GB an image."""
+    model = unwrap(model)
     if isinstance(model, ResNet):
         raise UserError("this model is a ResNet and has no attention")
     if not isinstance(model, ViT):
         raise UserError(f"attention() takes a vitlab model, not {type(model).__name__}")
     layers = [module for module in model.blocks.modules() if isinstance(module, Attention)]
-    inputs = catch_inputs(model, layers, images)
+    inputs = record_inputs(model, layers, images)
     grid = model.config.grid if model.config.attention == "axial" else None
-    return (weights(layer, inputs[i], grid, i % 2) for i, layer in enumerate(layers))
+    return (layer_weights(layer, inputs[i], grid, i % 2) for i, layer in enumerate(layers))
 
 
-def catch_inputs(model: ViT, layers: list[Attention], images: Tensor) -> list[Tensor]:
-    """What goes into each layer as the model runs; its hooks and modes are left as they were."""
-    caught: dict[nn.Module, Tensor] = {}
-    hooks = [m.register_forward_hook(lambda m, args, _: caught.update({m: args[0]})) for m in layers]
+def unwrap(model: Any) -> Any:
+    """Return the module that torch.compile wraps, or the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def record_inputs(model: ViT, layers: list[Attention], images: Tensor) -> list[Tensor]:
+    """Run the model in eval mode and return each layer's input; hooks and modes are restored."""
+    inputs: dict[nn.Module, Tensor] = {}
+    hooks = [m.register_forward_hook(lambda m, args, _: inputs.update({m: args[0]})) for m in layers]
     modes = [(module, module.training) for module in model.modules()]
     try:
-        with torch.compiler.set_stance("force_eager"):  # a compiled part would pass the hooks by
+        with torch.compiler.set_stance("force_eager"):  # a compiled part would bypass the hooks
             model.eval()(images)
     finally:
         for module, training in modes:
             module.training = training
         for hook in hooks:
             hook.remove()
-    return [caught[layer] for layer in layers]
+    return [inputs[layer] for layer in layers]
 
 
 @torch.no_grad()
-def weights(layer: Attention, x: Tensor, grid: Size | None, axis: int) -> Tensor:
-    """A layer's weights from its input; of an axial one, along an axis of the grid."""
+def layer_weights(layer: Attention, x: Tensor, grid: Size | None, axis: int) -> Tensor:
+    """Compute a layer's weights from its input; with a grid, of attention along one of its axes."""
     q, k, _, bias = layer.project(x)
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
-        found = attention_weights(q.to(wide), k.to(wide), None if bias is None else bias.to(wide))
-    return found if grid is None else dense(found, grid, axis)
+        weights = attention_weights(q.to(wide), k.to(wide), None if bias is None else bias.to(wide))
+    return weights if grid is None else dense(weights, grid, axis)
 
 
 def dense(weights: Tensor, grid: Size, axis: int) -> Tensor:
-    """Attention within each row (axis 0) or column (axis 1) of the grid as weights over the whole grid."""
+    """Expand attention within rows (axis 0) or columns (axis 1) of the grid to weights (B, H, hw, hw) over all."""
     h, w = grid
-    lines, heads, length = weights.shape[0], weights.shape[1], weights.shape[2]
-    n_lines = h if axis == 0 else w
-    weights = weights.reshape(lines // n_lines, n_lines, heads, length, length).transpose(1, 2)
+    lines = grid[axis]
+    weights = weights.unflatten(0, (-1, lines)).transpose(1, 2)  # (B, H, lines, length, length)
     out = weights.new_zeros(*weights.shape[:2], h, w, h, w)  # (B, H, query row and column, key row and column)
-    for line in range(n_lines):
+    for line in range(lines):
         if axis == 0:
             out[:, :, line, :, line, :] = weights[:, :, line]
         else:

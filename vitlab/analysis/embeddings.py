@@ -1,4 +1,4 @@
-"""What the two embeddings have learned: the patch filters' principal components, the positions' likeness.
+"""The learned embeddings: principal components of the patch filters, similarities of the position embeddings.
 
 Shapes: D width (filters), P side of a filter in pixels, h and w patches down and across.
 """
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitlab.analysis.distance import cell_distances, rank_correlation
-from vitlab.analysis.steps import array, vit_only
+from vitlab.analysis.steps import check_vit, to_array
 from vitlab.errors import UserError
 from vitlab.models.vit import ViT
 
@@ -25,50 +25,51 @@ class Filters:
 
     filters: Floats  # (n, P, P, 3)
     shares: Floats  # (n,) of the variance; empty where these are a stem's own filters
-    stem: bool  # a hybrid sees pixels only through its stem: these are the 7x7 filters of its root
+    stem: bool  # these are the 7x7 root filters of a hybrid's stem, the only ones over pixels
 
 
 @torch.no_grad()
 def patch_filters(model: ViT, count: int = COMPONENTS) -> Filters:
-    """The first principal components of the patch embedding's D filters; of a hybrid, its stem's root filters.
+    """Compute the first principal components of the patch embedding's D filters; of a hybrid, its stem's root filters.
 
     A component has no sign of its own: here its largest weight is positive.
     """
-    model = vit_only(model)
+    model = check_vit(model)
     if model.stem is not None:
         root = model.stem.root.standardized().cpu().double()
-        return Filters(pictures(root / root.flatten(1).norm(dim=1)[:, None, None, None]), np.zeros(0, np.float32), True)
+        root = root / root.flatten(1).norm(dim=1)[:, None, None, None]
+        return Filters(channels_last(root), np.zeros(0, np.float32), True)
     weight = model.embed.weight.cpu().double()  # (D, 3, P, P)
     flat = weight.flatten(1)
     _, s, axes = torch.linalg.svd(flat - flat.mean(0), full_matrices=False)
     axes = axes[:count]
     signs = axes.gather(1, axes.abs().argmax(1, keepdim=True)).sign()
     shares = s.square() / s.square().sum()
-    return Filters(pictures((axes * signs).unflatten(1, weight.shape[1:])), array(shares[:count]), False)
+    return Filters(channels_last((axes * signs).unflatten(1, weight.shape[1:])), to_array(shares[:count]), False)
 
 
-def pictures(filters: Tensor) -> Floats:
-    return array(filters.permute(0, 2, 3, 1))  # (n, P, P, 3)
+def channels_last(filters: Tensor) -> Floats:
+    return to_array(filters.permute(0, 2, 3, 1))  # (n, P, P, 3)
 
 
 @torch.no_grad()
 def position_similarity(model: ViT, layer: int = 0) -> Floats:
-    """Cosine similarity of each patch's position embedding with every other's, (h, w, h, w).
+    """Compute the cosine similarity of each patch's position embedding with every other's, (h, w, h, w).
 
-    `layer`: of which layer, where each has a table of its own; the stem's is the first.
+    `layer` selects the table where each layer has its own; the stem's is the first.
     """
-    model = vit_only(model)
+    model = check_vit(model)
     if model.positions is None:
         kind = model.config.positions
-        inside = "; its relative offsets live in the attention layers" if kind == "relative" else ""
+        inside = "; its relative offsets are in the attention layers" if kind == "relative" else ""
         raise UserError(f"this model adds no position embeddings at its stem (positions='{kind}'{inside})")
     table = model.positions(layer)[int(model.config.token) :].cpu().double()  # (hw, D)
     table = torch.nn.functional.normalize(table, dim=1)
-    return array(table @ table.T).reshape(model.config.grid * 2)
+    return to_array(table @ table.T).reshape(model.config.grid * 2)
 
 
 def position_trend(similarity: Floats) -> float:
-    """Rank correlation of similarity with the distance on the grid, over all pairs; -1: the nearer the more alike."""
+    """Rank-correlate similarity with distance on the grid, over all pairs; -1: the nearer, the more similar."""
     h, w = similarity.shape[:2]
     pairs = np.triu_indices(h * w, 1)
     return rank_correlation(cell_distances((h, w))[pairs], similarity.reshape(h * w, h * w)[pairs])

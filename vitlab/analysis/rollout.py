@@ -1,4 +1,4 @@
-"""Attention through the whole model, and as a map over the image.
+"""Attention rollout through all layers, and attention as a map over the image.
 
 Shapes: B batch, H heads, N tokens, h and w patches down and across.
 """
@@ -14,10 +14,10 @@ from vitlab.models.vit import ViT
 
 @torch.no_grad()
 def rollout(maps: Iterable[Tensor]) -> Tensor:
-    """How each token of the last layer is made of the patches: per layer (B, H, N, N) to (B, N, N).
+    """Multiply the attention of all layers, (B, H, N, N) each, to the last layer's attention to the input, (B, N, N).
 
-    A block adds what its attention gathers to what it was given, so half of each step is the identity:
-    (A + I) / 2, A the mean over heads. The product runs through the layers, later ones on the left.
+    A block adds its attention's output to its input, so each step is (A + I) / 2 with A the mean over heads. The
+    product runs through the layers, later ones on the left.
     """
     through: Tensor | None = None
     for one in maps:
@@ -31,15 +31,12 @@ def rollout(maps: Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def to_grid(model: ViT, rows: Tensor) -> Tensor:
-    """Attention (..., N, N) as a map over the patches, (..., h, w), that sums to 1.
+    """Reduce attention (..., N, N) to a map over the patches, (..., h, w), that sums to 1.
 
-    With a class token: its row, without its look at itself. Without one: the mean over all rows, which says how
-    much each patch is looked at. A class token that looks at itself alone prefers no patch: its map is even.
+    With a class token: its row, without its attention to itself. Without one: the mean over all rows, which is how much
+    each patch is attended to. A class token that attends to itself alone gives an even map.
     """
-    if model.config.token:
-        cells = rows[..., 0, 1:]
-    else:
-        cells = rows.mean(-2)
+    cells = rows[..., 0, 1:] if model.config.token else rows.mean(-2)
     total = cells.sum(-1, keepdim=True)
     cells = torch.where(total > 0, cells / total, 1 / cells.shape[-1])
     return cells.unflatten(-1, model.config.grid)

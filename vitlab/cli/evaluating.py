@@ -11,7 +11,8 @@ from vitlab.errors import UserError
 from vitlab.terminal import printable
 
 if TYPE_CHECKING:
-    from vitlab.evaluation.evaluate import Evaluation, Rate, RealScore
+    from vitlab.evaluation.result import Evaluation, RealScore
+    from vitlab.evaluation.scores import Rate
     from vitlab.studies.vtab import Study
 
 SHOWN = 10  # classes and pairs of classes in the terminal; files have all
@@ -46,12 +47,11 @@ def evaluate(
 ) -> None:
     """Test a model: top-1 and top-5, classes worst first, what is taken for what, and whether its confidence is earned.
 
-    Every image counts once; a broken one is an error. Classes are matched by name. In brackets: 95 % bootstrap
-    intervals.
+    Every image counts once; a broken one is an error. Classes are matched by name. In brackets: 95 % intervals.
     """
     from vitlab.cli.representation import check_writable, stopping
     from vitlab.evaluation.classes import read_names
-    from vitlab.evaluation.evaluate import evaluate, open_split, write_json, write_results
+    from vitlab.evaluation.evaluate import evaluate, open_split
     from vitlab.evaluation.real import read_real
     from vitlab.weights import load
 
@@ -71,10 +71,10 @@ def evaluate(
     show(found)
     about = {"model": run, "data": data, "split": split, "note": note}
     if json is not None:
-        write_json(found, json, about)
+        found.write_json(json, about)
         console.print(f"scores: {json}", soft_wrap=True)
     if out is not None:
-        write_results(found, out, about)
+        found.write_results(out, about)
         console.print(f"tables, figures and predictions: {out}", soft_wrap=True)
 
 
@@ -122,17 +122,13 @@ def show_real(real: "RealScore") -> None:
 
 
 def show_classes(found: "Evaluation") -> None:
-    from vitlab.evaluation.evaluate import class_table
-
-    rows = class_table(found)
+    rows = found.class_table()
     some = f"the {SHOWN} worst of {len(rows)} classes" if len(rows) > SHOWN else "classes, worst first"
     table = Table("class", title=some, title_justify="left")
     for heading in ("images", "found", "recall", "95 %", "precision"):
         table.add_column(heading, justify="right")
     for row in rows[:SHOWN]:
-        # resampling all or nothing gives all or nothing, which says little of so few images
-        bounded = 0 < row["correct"] < row["images"]
-        span = f"{100 * row['recall_low']:.0f} to {100 * row['recall_high']:.0f}" if bounded else "-"
+        span = "-" if row["recall"] is None else f"{100 * row['recall_low']:.0f} to {100 * row['recall_high']:.0f}"
         recall, precision = ("-" if row[key] is None else f"{row[key]:.1%}" for key in ("recall", "precision"))
         table.add_row(printable(row["class"]), f"{row['images']}", f"{row['correct']}", recall, span, precision)
     console.print(table)

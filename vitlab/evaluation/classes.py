@@ -1,6 +1,7 @@
-"""Which of a model's classes each class of a set is: by name, and by position only where nothing else can be meant."""
+"""Match the classes of a data set to a model's: by name, and by position only where the model has no names."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,36 +9,40 @@ import numpy as np
 
 from vitlab.data.rng import Ints
 from vitlab.errors import UserError
+from vitlab.files import read_text
 
 NAMED = 3  # classes that an error names
 
 
 @dataclass(frozen=True)
 class Match:
-    """Names of the model's classes, and the place of each of the set's classes among them."""
+    """Names of the model's classes, and the index among them of each of the data set's classes."""
 
     names: tuple[str, ...]  # (K,) in the model's order
-    place: Ints  # (classes of the set,)
-    note: str  # how they were matched, in words
+    place: Ints  # (classes of the data set,)
+    note: str  # how they were matched, for the reader
 
 
 def match_classes(labels: tuple[str, ...] | None, count: int, classes: tuple[str, ...]) -> Match:
-    """Match the `classes` of a set to a model of `count` classes called `labels` (None: the model has no names)."""
+    """Match the `classes` of a data set to a model of `count` classes called `labels` (None: it has no names).
+
+    Raises a UserError where a class is missing from the model or could be several of its classes.
+    """
     if labels is None:
-        return in_order(count, classes)
+        return match_by_position(count, classes)
     if labels == classes:
         return Match(labels, np.arange(count), "by name, all of them")
     unknown = [name for name in classes if name not in labels]
     if unknown:
         raise UserError(
-            f"the model does not know {len(unknown)} of the set's {len(classes)} classes: {quoted(unknown)}; its own "
-            f"are {quoted(labels)}; if they are the same by other names, say so with --labels FILE"
+            f"the model lacks {len(unknown)} of the set's {len(classes)} classes: {quote_names(unknown)}; its own "
+            f"are {quote_names(labels)}; if they are the same by other names, give these with --labels FILE"
         )
     twice = [name for name, times in Counter(labels).items() if times > 1 and name in classes]
     if twice:
         raise UserError(
-            f"the model has several classes called {quoted(twice)}, so there is no telling which the set's is; give "
-            "them other names with --labels FILE, and the set's folders too"
+            f"the model has several classes called {quote_names(twice)}, so it is unclear which of them the set's is; "
+            "give them other names with --labels FILE, and the set's folders too"
         )
     number = {name: i for i, name in enumerate(labels)}
     place = np.array([number[name] for name in classes], np.int64)
@@ -45,28 +50,29 @@ def match_classes(labels: tuple[str, ...] | None, count: int, classes: tuple[str
     return Match(labels, place, note)
 
 
-def in_order(count: int, classes: tuple[str, ...]) -> Match:
+def match_by_position(count: int, classes: tuple[str, ...]) -> Match:
     if count != len(classes):
         raise UserError(
-            f"the model has {count} classes without names and the set has {len(classes)}, so there is no telling which "
-            "is which; name the model's with --labels FILE"
+            f"the model has {count} classes without names and the set has {len(classes)}, so it is unclear which is "
+            "which; name the model's with --labels FILE"
         )
     ends = f"its first is taken for '{classes[0]}', its last for '{classes[-1]}'"
     return Match(classes, np.arange(count), f"by position, as the model has no class names: {ends}")
 
 
 def read_names(path: Path, count: int) -> tuple[str, ...]:
-    """Names for a model's classes: one a line, in the model's order."""
-    try:
-        names = tuple(line.strip() for line in path.read_text().splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    """Read the names of a model's `count` classes from a file: one a line, in the model's order."""
+    names = tuple(line.strip() for line in read_text(path).splitlines() if line.strip())
     if len(names) != count:
         raise UserError(f"{path} has {len(names)} names, one a line, and the model has {count} classes")
     return names
 
 
-def quoted(names: list[str] | tuple[str, ...]) -> str:
-    """The first few, and how many more."""
-    said = ", ".join(f"'{name}'" for name in names[:NAMED])
-    return said if len(names) <= NAMED else f"{said} and {len(names) - NAMED} more"
+def quote_names(names: Sequence[str]) -> str:
+    return first_few([f"'{name}'" for name in names])
+
+
+def first_few(words: Sequence[str]) -> str:
+    """The first three words, and how many more there are."""
+    few = ", ".join(words[:NAMED])
+    return few if len(words) <= NAMED else f"{few} and {len(words) - NAMED} more"

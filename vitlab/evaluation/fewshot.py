@@ -31,38 +31,40 @@ import numpy as np
 from vitlab.data.open import pick
 from vitlab.data.rng import SUBSET, Floats, Ints, keys
 from vitlab.errors import UserError
-from vitlab.evaluation.extract import Features, Values
+from vitlab.evaluation.classes import first_few
+from vitlab.evaluation.extract import Features
+from vitlab.evaluation.piece_cache import Values
 
 BIAS = 100.0
-LEAST = 1e-5  # added to every deviation
+EPSILON = 1e-5  # added to every deviation
 L2 = 2.0**10
 CHUNK = 4096
 
 
 @dataclass(frozen=True)
-class Standard:
+class Standardizer:
     """Mean and deviation of some features, by which these and others are z-scored."""
 
     mean: Floats  # (D,)
     deviation: Floats  # (D,), never zero
 
     def with_bias(self, features: Values) -> Floats:
-        """X, (c, D+1)."""
+        """Standardize features (c, D) and append the constant column: X, (c, D+1)."""
         x = np.full((len(features), len(self.mean) + 1), BIAS)
         np.subtract(features, self.mean, out=x[:, :-1])
         x[:, :-1] /= self.deviation
         return x
 
 
-def standard(features: Values, rows: Ints, chunk: int = CHUNK) -> Standard:
-    """Of the images `rows`; in two passes, as a difference of large sums would lose digits."""
+def fit_standardizer(features: Values, rows: Ints, chunk: int = CHUNK) -> Standardizer:
+    """Compute mean and deviation of the images `rows`, in two passes: a difference of large sums would lose digits."""
     parts = [rows[start : start + chunk] for start in range(0, len(rows), chunk)]
     mean, squares = np.zeros(features.shape[1]), np.zeros(features.shape[1])
     for part in parts:
         mean += features[part].sum(0, dtype=np.float64) / len(rows)
     for part in parts:
         squares += np.square(features[part] - mean).sum(0)
-    return Standard(mean, np.sqrt(squares / len(rows)) + LEAST)
+    return Standardizer(mean, np.sqrt(squares / len(rows)) + EPSILON)
 
 
 # ---- the closed form
@@ -70,53 +72,53 @@ def standard(features: Values, rows: Ints, chunk: int = CHUNK) -> Standard:
 
 @dataclass(frozen=True)
 class Ridge:
-    """The solutions for every l2."""
+    """The least-squares solutions for every l2."""
 
-    standard: Standard
+    standardizer: Standardizer
     eigenvalues: Floats  # (r,)
     left: Floats  # (D+1, r)
     right: Floats  # (r, K)
 
     def weights(self, l2: float) -> Floats:
-        """W, (D+1, K); the last row belongs to the constant column."""
+        """Return W, (D+1, K), for one l2; its last row belongs to the constant column."""
         return self.left @ (self.right / (self.eigenvalues + l2)[:, None])
 
     def guesses(self, features: Values, l2: Sequence[float], chunk: int = CHUNK) -> Ints:
-        """The class with the largest score for each l2 and image, (len(l2), m)."""
+        """Return the class with the largest score for each l2 and image, (len(l2), m)."""
         each = [self.weights(value) for value in l2]
-        found = np.empty((len(each), len(features)), np.int64)
+        best = np.empty((len(each), len(features)), np.int64)
         for start in range(0, len(features), chunk):
-            x = self.standard.with_bias(features[start : start + chunk])
-            for row, w in zip(found, each, strict=True):
+            x = self.standardizer.with_bias(features[start : start + chunk])
+            for row, w in zip(best, each, strict=True):
                 row[start : start + chunk] = (x @ w).argmax(1)
-        return found
+        return best
 
 
 def fit(features: Values, labels: Ints, classes: int, rows: Ints | None = None, chunk: int = CHUNK) -> Ridge:
-    """Learn from the images `rows` (None: all), whose labels lie in 0 … classes - 1."""
+    """Solve for the images `rows` (None: all), whose labels are in 0 … classes - 1."""
     rows = np.arange(len(features)) if rows is None else rows
-    about = standard(features, rows, chunk)
+    standardizer = fit_standardizer(features, rows, chunk)
     if len(rows) <= features.shape[1]:  # wide
-        x = about.with_bias(features[rows])
+        x = standardizer.with_bias(features[rows])
         eigenvalues, q = np.linalg.eigh(x @ x.T)
         left, right = x.T @ q, q.T @ (2.0 * (labels[rows, None] == np.arange(classes)) - 1)
     else:
-        square, goal = moments(features, labels, classes, rows, about, chunk)
+        square, goal = moments(features, labels, classes, rows, standardizer, chunk)
         eigenvalues, left = np.linalg.eigh(square)
         right = left.T @ goal
-    return Ridge(about, np.maximum(eigenvalues, 0), left, right)  # rounding may leave zeros below zero
+    return Ridge(standardizer, np.maximum(eigenvalues, 0), left, right)  # rounding may leave zeros below zero
 
 
 def moments(
-    features: Values, labels: Ints, classes: int, rows: Ints, about: Standard, chunk: int
+    features: Values, labels: Ints, classes: int, rows: Ints, standardizer: Standardizer, chunk: int
 ) -> tuple[Floats, Floats]:
-    """X'X and X'Y, summed over chunks: column k of X'Y is twice the sum of class k's rows less that of all rows."""
+    """Sum X'X and X'Y over chunks: column k of X'Y is twice the sum of class k's rows less that of all rows."""
     square = np.zeros((features.shape[1] + 1,) * 2)
     sums = np.zeros((classes, len(square)))
     for start in range(0, len(rows), chunk):
         part = rows[start : start + chunk]
         order = part[labels[part].argsort(kind="stable")]  # class by class, so that the sums of each are one slice
-        x = about.with_bias(features[order])
+        x = standardizer.with_bias(features[order])
         square += x.T @ x
         present, first = np.unique(labels[order], return_index=True)
         sums[present] += np.add.reduceat(x, first)
@@ -158,7 +160,7 @@ def few_shot(
     seeds: int = 3,
     classes: Sequence[str] = (),
 ) -> Iterator[FewShot]:
-    """The result of each number of shots and each l2, in this order; `classes` are names for what goes wrong."""
+    """Yield the result of each number of shots and each l2, in this order; `classes` are names for error messages."""
     check(train.labels, test.labels, shots, classes)
     if min(l2, default=1) <= 0 or seeds < 1:
         raise UserError(f"l2 must be positive and there must be a seed, not {list(l2)} and {seeds}")
@@ -175,9 +177,9 @@ def few_shot(
 
 
 def support(labels: Ints, shots: int, seed: int) -> Ints:
-    """`shots` images of every class, as ascending indices: those with the lowest hash of seed, class and place in it.
+    """Draw `shots` images of every class, as ascending indices: those with the lowest hash of seed, class and place.
 
-    So one class's draw hangs on no other class, and fewer shots are part of more.
+    One class's draw thus depends on no other class, and fewer shots are a subset of more.
     """
     _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     order = np.argsort(inverse, kind="stable")
@@ -189,33 +191,31 @@ def support(labels: Ints, shots: int, seed: int) -> Ints:
 def check(
     train: Ints, test: Ints, shots: Sequence[int | None] = (), classes: Sequence[str] = (), split: str = "test"
 ) -> list[str]:
-    """What labels allow no honest number is an error; what a reader should know of the others is returned."""
+    """Raise a UserError where labels (n,) and (m,) do not fit each other or the shots; return notes on the result."""
     present, counts = np.unique(train, return_counts=True)
-    alien = np.setdiff1d(test, present)
-    if len(alien):
+    unknown = np.setdiff1d(test, present)
+    if len(unknown):
         raise UserError(
-            f"the {split} images have {called(alien, classes)}, which no training image has; add some to the training "
-            f"images, or take these out of the {split}"
+            f"the {split} images have {describe_classes(unknown, classes)}, which no training image has; add some to "
+            f"the training images, or take these out of the {split}"
         )
     for number in shots:
         if number is not None and number < 1:
             raise UserError(f"shots must be at least 1, not {number}")
         if number is not None and counts.min() < number:
-            name, least = called(present[[counts.argmin()]], classes), counts.min()
+            name, least = describe_classes(present[[counts.argmin()]], classes), counts.min()
             raise UserError(
                 f"{name} has {least} of the {number} training images that {number} shots need; "
                 f"ask for at most {least}, or add images to it"
             )
     untested = np.setdiff1d(present, test)
     if len(untested):
-        return [
-            f"no {split} image is of {called(untested, classes)}; accuracy is over the {len(test)} images there are"
-        ]
+        names = describe_classes(untested, classes)
+        return [f"no {split} image is of {names}; accuracy is over the {len(test)} images there are"]
     return []
 
 
-def called(labels: Ints, classes: Sequence[str]) -> str:
-    """Classes by name, the first three of them."""
-    names = [f"'{classes[i]}'" if classes else str(i) for i in labels[:3].tolist()]
-    more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
-    return f"class {names[0]}" if len(labels) == 1 else f"classes {', '.join(names)}{more}"
+def describe_classes(labels: Ints, classes: Sequence[str]) -> str:
+    """The first three classes by name, or by number where there are no names."""
+    names = [f"'{classes[i]}'" if classes else str(i) for i in labels.tolist()]
+    return f"class{'es' if len(names) > 1 else ''} {first_few(names)}"

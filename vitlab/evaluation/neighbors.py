@@ -1,7 +1,7 @@
-"""k nearest neighbors: each of the k training images most like a test image votes for its class.
+"""k nearest neighbors: each of the k training images most similar to a test image votes for its class.
 
-Likeness is the cosine s of two features; a vote weighs exp(s / T), so a small temperature T trusts the nearest most.
-Nothing is learned, so the number is what the features themselves know.
+Similarity is the cosine s of two features; a vote weighs exp(s / T), so a small temperature T favors the nearest.
+Nothing is trained, so the accuracy measures the features alone.
 
 Memory: beside the features, a block of b training images against a chunk of c test images takes b D + c D + b c
 numbers of 4 bytes, and the best so far 20 m k bytes: 0.2 GB for ImageNet's D = 768, m = 50,000, k = 20.
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from vitlab.data.rng import Ints
 from vitlab.errors import UserError
-from vitlab.evaluation.extract import Features, Values
+from vitlab.evaluation.extract import Features
+from vitlab.evaluation.piece_cache import Values
 from vitlab.terminal import progress
 
 NEIGHBORS = (10, 20)
@@ -29,6 +30,8 @@ BLOCK, CHUNK = 16384, 1024  # training and test images that are compared at a ti
 
 @dataclass(frozen=True)
 class Neighbors:
+    """The hits of a vote of k neighbors on the test images."""
+
     k: int
     hits: int
     images: int
@@ -46,16 +49,16 @@ def knn(
     temperature: float = TEMPERATURE,
     device: str | torch.device = "cpu",
 ) -> Iterator[Neighbors]:
-    """The result for each k, in this order. A bar shows on a terminal."""
+    """Yield the result for each k, in this order, with a progress bar."""
     check(k, temperature, len(train.labels))
-    likeness, index = nearest(train.values, test.values, max(k), device=device)
+    cosines, index = nearest(train.values, test.values, max(k), device=device)
     labels = torch.from_numpy(train.labels)[index]  # (m, k)
     for number in k:
         hits = 0
         for start in range(0, len(labels), CHUNK):
             at = slice(start, start + CHUNK)
-            found = vote(likeness[at, :number], labels[at, :number], temperature)
-            hits += int((found == test.labels[at]).sum())
+            winners = vote(cosines[at, :number], labels[at, :number], temperature)
+            hits += int((winners == test.labels[at]).sum())
         yield Neighbors(number, hits, len(labels))
 
 
@@ -76,30 +79,30 @@ def nearest(
     block: int = BLOCK,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and indices of the k training images most like each test image, (m, k), the most like first."""
-    likeness = torch.full((len(test), k), -torch.inf)
+    """Find the k training images most similar to each test image: cosines and indices, (m, k), highest first."""
+    cosines = torch.full((len(test), k), -torch.inf)
     index = torch.zeros(len(test), k, dtype=torch.long)
     with progress("neighbors", len(train)) as advance:
         for first in range(0, len(train), block):
-            there = unit(train[first : first + block], device)
+            rows = normalize(train[first : first + block], device)
             for start in range(0, len(test), chunk):
                 at = slice(start, start + chunk)
-                near = (unit(test[at], device) @ there.T).topk(min(k, len(there)), 1)
-                both = torch.cat([likeness[at], near.values.cpu()], 1)
+                near = (normalize(test[at], device) @ rows.T).topk(min(k, len(rows)), 1)
+                both = torch.cat([cosines[at], near.values.cpu()], 1)
                 best = both.topk(k, 1)
-                likeness[at] = best.values
+                cosines[at] = best.values
                 index[at] = torch.cat([index[at], near.indices.cpu() + first], 1).gather(1, best.indices)
-            advance(len(there))
-    return likeness, index
+            advance(len(rows))
+    return cosines, index
 
 
-def unit(features: Values, device: str | torch.device) -> Tensor:
+def normalize(features: Values, device: str | torch.device) -> Tensor:
     return F.normalize(torch.from_numpy(features).to(device), dim=1)
 
 
-def vote(likeness: Tensor, labels: Tensor, temperature: float) -> Ints:
-    """The class with the most weight among the neighbors, (m,)."""
-    weight = ((likeness - likeness[:, :1]) / temperature).double().exp()  # relative to the nearest, so none overflows
+def vote(cosines: Tensor, labels: Tensor, temperature: float) -> Ints:
+    """Return the class with the most weight among the neighbors, (m,), of cosines and labels (m, k)."""
+    weight = ((cosines - cosines[:, :1]) / temperature).double().exp()  # relative to the nearest, so none overflows
     total = torch.zeros(len(labels), int(labels.max()) + 1, dtype=torch.float64)
     winner: Ints = total.scatter_add_(1, labels, weight).argmax(1).numpy()
     return winner

@@ -22,12 +22,13 @@ from torch import Tensor
 from vitlab.data.open import held_out, pick
 from vitlab.data.rng import HOLDOUT, Ints, keys
 from vitlab.errors import UserError
-from vitlab.evaluation.extract import Features, Values
-from vitlab.evaluation.fewshot import CHUNK, Standard, standard
+from vitlab.evaluation.extract import Features
+from vitlab.evaluation.fewshot import CHUNK, Standardizer, fit_standardizer
+from vitlab.evaluation.piece_cache import Values
 from vitlab.terminal import progress
 
 SWEEP = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-TOLERANCE = 1e-6  # largest entry of the gradient of f at which the solution is taken as found
+TOLERANCE = 1e-6  # largest entry of the gradient of f at which the fit has converged
 STEPS = 2000  # of L-BFGS, at most
 HISTORY = 20
 SHARE = 0.2  # of the training images, to choose l2 on
@@ -40,7 +41,7 @@ SHARE = 0.2  # of the training images, to choose l2 on
 class Linear:
     """A fitted probe; `slope` is the largest entry of the gradient that is left."""
 
-    standard: Standard
+    standardizer: Standardizer
     weights: Tensor  # (D+1, K) float64, the biases last
     l2: float
     steps: int
@@ -51,19 +52,19 @@ class Linear:
         return self.slope <= TOLERANCE
 
     def scores(self, features: Values) -> Tensor:
-        """Logits, (c, K), float64."""
-        x = inputs(torch.from_numpy(features).to(self.weights.device), self.standard)
+        """Compute logits (c, K), float64, of features (c, D)."""
+        x = standardize(torch.from_numpy(features).to(self.weights.device), self.standardizer)
         return x @ self.weights[:-1] + self.weights[-1]
 
     def guesses(self, features: Values, chunk: int = CHUNK) -> Ints:
-        """The class with the largest score for each image, (m,)."""
+        """Return the class with the largest score for each image, (m,)."""
         starts = range(0, len(features), chunk)
         return np.concatenate([self.scores(features[s : s + chunk]).argmax(1).cpu().numpy() for s in starts])
 
 
-def inputs(features: Tensor, about: Standard) -> Tensor:
-    """z-scored, (c, D), float64."""
-    mean, deviation = (torch.from_numpy(x).to(features.device) for x in (about.mean, about.deviation))
+def standardize(features: Tensor, by: Standardizer) -> Tensor:
+    """Return the z-scores (c, D), float64, of features (c, D)."""
+    mean, deviation = (torch.from_numpy(x).to(features.device) for x in (by.mean, by.deviation))
     return (features.double() - mean) / deviation
 
 
@@ -77,15 +78,15 @@ def logistic(
     device: str | torch.device = "cpu",
     chunk: int = CHUNK,
 ) -> Linear:
-    """Fit to all rows, whose labels lie in 0 … classes - 1; `start` is a fit with another l2 to set out from."""
-    about = standard(features, np.arange(len(features)))
+    """Fit to all rows, whose labels are in 0 … classes - 1; `start` is a fit with another l2 to start from."""
+    standardizer = fit_standardizer(features, np.arange(len(features)))
     x, y = torch.from_numpy(features).to(device), torch.from_numpy(labels).to(device)
     w = torch.zeros(features.shape[1] + 1, classes, dtype=torch.float64, device=device)
     if start is not None:
         w.copy_(start.weights)
 
     def closure() -> Tensor:
-        loss, w.grad = objective(x, y, about, w, l2, chunk)
+        loss, w.grad = objective(x, y, standardizer, w, l2, chunk)
         return loss
 
     # n f rather than f: torch's L-BFGS learns from a step only where step times change of slope exceeds 1e-10
@@ -100,19 +101,22 @@ def logistic(
         line_search_fn="strong_wolfe",
     )
     optimizer.step(closure)
-    slope = float(objective(x, y, about, w, l2, chunk)[1].abs().max()) / len(x)  # the last look may have been elsewhere
-    return Linear(about, w, l2, int(optimizer.state[w]["n_iter"]), slope)
+    _, gradient = objective(x, y, standardizer, w, l2, chunk)  # the line search may have ended elsewhere
+    slope = float(gradient.abs().max()) / len(x)
+    return Linear(standardizer, w, l2, int(optimizer.state[w]["n_iter"]), slope)
 
 
 @torch.no_grad()
-def objective(x: Tensor, y: Tensor, about: Standard, w: Tensor, l2: float, chunk: int) -> tuple[Tensor, Tensor]:
-    """n f, and its gradient, (D+1, K)."""
-    penalised = w.clone()
-    penalised[-1] = 0  # not the biases
-    gradient = len(x) * l2 * penalised
-    loss = len(x) * l2 / 2 * penalised.square().sum()
+def objective(
+    x: Tensor, y: Tensor, standardizer: Standardizer, w: Tensor, l2: float, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Compute n f and its gradient, (D+1, K), at the weights w."""
+    penalized = w.clone()
+    penalized[-1] = 0  # not the biases
+    gradient = len(x) * l2 * penalized
+    loss = len(x) * l2 / 2 * penalized.square().sum()
     for start in range(0, len(x), chunk):
-        rows, truth = inputs(x[start : start + chunk], about), y[start : start + chunk, None]
+        rows, truth = standardize(x[start : start + chunk], standardizer), y[start : start + chunk, None]
         likely = (rows @ w[:-1] + w[-1]).log_softmax(1)  # (c, K)
         loss -= likely.gather(1, truth).sum()
         excess = likely.exp_().scatter_add_(1, truth, torch.full_like(likely[:, :1], -1))  # P - Y
@@ -125,8 +129,8 @@ def objective(x: Tensor, y: Tensor, about: Standard, w: Tensor, l2: float, chunk
 
 
 @dataclass(frozen=True)
-class Tried:
-    """An l2 and how well it did on images that its fit has not seen."""
+class Trial:
+    """An l2 and its hits on images that its fit has not seen."""
 
     l2: float
     hits: int
@@ -136,9 +140,9 @@ class Tried:
 
 @dataclass(frozen=True)
 class Probe:
-    """The probe with the l2 that did best, fitted to all training images, and how it does on the test."""
+    """The probe with the best l2, fitted to all training images, and its hits on the test images."""
 
-    tried: tuple[Tried, ...]
+    tried: tuple[Trial, ...]
     linear: Linear
     hits: int
     images: int
@@ -156,9 +160,9 @@ def linear_probe(
     l2: Sequence[float] = SWEEP,
     device: str | torch.device = "cpu",
 ) -> Probe:
-    """Choose l2, by the validation images or else by a fifth of each class, and fit to all training images.
+    """Choose l2 on the validation images, or else on a fifth of each class, and fit to all training images.
 
-    The same images are held out every time. A bar shows on a terminal.
+    The same images are held out every time. A progress bar shows the fits.
     """
     if min(l2, default=0) <= 0:
         raise UserError(f"l2 must be positive numbers, not {list(l2)}")
@@ -166,15 +170,15 @@ def linear_probe(
     classes, labels = len(present), np.searchsorted(present, train.labels)
     order = sorted(set(l2), reverse=True)
     with progress("linear probe", len(order) + 1) as advance:
-        tried: list[Tried] = []
+        tried: list[Trial] = []
         if len(order) > 1:
-            seen, unseen = parts(train, validation)
+            seen, unseen = split_for_sweep(train, validation)
             fitted = None
-            for value in order:  # from the strongest, which is found soonest; each sets out from the one before
+            for value in order:  # the strongest converges soonest; each starts from the one before
                 y = np.searchsorted(present, seen.labels)
                 fitted = logistic(seen.values, y, classes, value, start=fitted, device=device)
                 right = present[fitted.guesses(unseen.values)] == unseen.labels
-                tried.append(Tried(value, int(right.sum()), len(right), fitted.converged))
+                tried.append(Trial(value, int(right.sum()), len(right), fitted.converged))
                 advance(1)
         best = max(tried, key=lambda each: each.hits).l2 if tried else order[0]
         linear = logistic(train.values, labels, classes, best, device=device)
@@ -183,8 +187,8 @@ def linear_probe(
     return Probe(tuple(tried), linear, hits, len(test.labels))
 
 
-def parts(train: Features, validation: Features | None) -> tuple[Features, Features]:
-    """What the sweep learns from and what it is judged by."""
+def split_for_sweep(train: Features, validation: Features | None) -> tuple[Features, Features]:
+    """Return the features that the sweep is fitted to and those that it is scored on."""
     if validation is not None:
         return train, validation
     n = len(train.labels)
@@ -192,7 +196,4 @@ def parts(train: Features, validation: Features | None) -> tuple[Features, Featu
     aside[pick(train.labels, lambda count: held_out(count, SHARE), keys(0, HOLDOUT, np.arange(n)))] = True
     if not aside.any():
         raise UserError("no class has two training images, so none can be set aside to choose l2 on; give one l2")
-    return (
-        Features(train.values[~aside], train.labels[~aside]),
-        Features(train.values[aside], train.labels[aside]),
-    )
+    return Features(train.values[~aside], train.labels[~aside]), Features(train.values[aside], train.labels[aside])

@@ -1,7 +1,7 @@
-"""ImageNet ReaL: the validation images with every class that people see in them, as lists of class numbers.
+"""ImageNet ReaL: for each validation image, the list of all classes that annotators saw in it, as class numbers.
 
-A guess is right if it is in its image's list. Images with an empty list are skipped. An image is found by the number
-in its file name: ILSVRC2012_val_00000001.JPEG has the first list.
+A prediction is correct if it is in its image's list. Images with an empty list are skipped. An image is identified by
+the number in its file name: ILSVRC2012_val_00000001.JPEG has the first list.
 """
 
 import json
@@ -26,56 +26,47 @@ Lists = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Real:
-    """Images whose lists are not empty, how many guesses are in theirs, and how many images were skipped."""
+    """Images whose lists are not empty, how many predictions are in theirs, and how many images were skipped."""
 
     images: int
     correct: int
     skipped: int
 
-    @property
-    def accuracy(self) -> float | None:
-        return self.correct / self.images if self.images else None
 
-
-def real_accuracy(guesses: Ints, names: Sequence[str], lists: Lists) -> Real:
-    """Count the guesses (n,) for images called `names` (n,) that are in their image's list."""
-    return counted(*real_hits(guesses, image_numbers(names, len(lists)), lists))
-
-
-def counted(hits: NDArray[np.bool_], judged: NDArray[np.bool_]) -> Real:
+def count_real(hits: NDArray[np.bool_], judged: NDArray[np.bool_]) -> Real:
+    """Count what `real_hits` returns."""
     return Real(int(judged.sum()), int(hits.sum()), int((~judged).sum()))
 
 
 def real_hits(guesses: Ints, numbers: Ints, lists: Lists) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """(n,) whether each guess is in the list of that number, and whether there is anything in that list."""
-    found = [
-        (guess in lists[i], len(lists[i]) > 0) for guess, i in zip(guesses.tolist(), numbers.tolist(), strict=True)
-    ]
-    both = np.array(found, bool).reshape(-1, 2)
+    """Return whether each prediction is in the list of its image's number, and whether that list has entries, (n,)."""
+    pairs = zip(guesses.tolist(), numbers.tolist(), strict=True)
+    both = np.array([(guess in lists[i], len(lists[i]) > 0) for guess, i in pairs], bool).reshape(-1, 2)
     return both[:, 0], both[:, 1]
 
 
 def image_numbers(names: Sequence[str], count: int) -> Ints:
-    """(n,) the place of each image in a file of `count` lists; every image has one of its own."""
-    numbers = np.array([image_number(name, count) for name in names], np.int64)
-    places, times = np.unique(numbers, return_counts=True)
-    if len(places) < len(numbers):
-        again = int(places[times > 1][0])
-        one, two = np.flatnonzero(numbers == again)[:2].tolist()
-        raise UserError(
-            f"{names[one]} and {names[two]} have the same number, so these are not ImageNet's validation images, "
-            "which ReaL is about"
-        )
-    return numbers
+    """Return the index (n,) of each image in a file of `count` lists; two images of one number are a UserError."""
+    numbers: dict[int, str] = {}
+    for name in names:
+        number = image_number(name, count)
+        if other := numbers.get(number):
+            raise UserError(
+                f"{other} and {name} have the same number; ReaL is about ImageNet's validation images, where each has "
+                "its own"
+            )
+        numbers[number] = name
+    return np.array(list(numbers), np.int64)
 
 
 def image_number(name: str, count: int) -> int:
+    """Return the index of an image among `count` lists, by the number in its file name."""
     file = PurePath(name.removesuffix(")"))  # rows of parquet files end in "(path)"
     stem = re.split(r"[\\/ (]", file.stem)[-1]
     match = NUMBER.fullmatch(stem) if file.suffix.lower() in EXTENSIONS else None
     if match is None:
         raise UserError(
-            f"{name} does not say which of ImageNet's validation images it is; ReaL needs names such as "
+            f"the name of {name} has no number of an ImageNet validation image; ReaL needs names such as "
             "ILSVRC2012_val_00000001.JPEG"
         )
     number = int(match[1] or match[2])
@@ -85,7 +76,7 @@ def image_number(name: str, count: int) -> int:
 
 
 def read_real(path: Path) -> list[list[int]]:
-    """The lists in a real.json, checked."""
+    """Read and check the lists of a real.json."""
     try:
         data = json.loads(path.read_text())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Scores of a classifier as pure functions of arrays: confusion, calibration, rates by class, and their intervals.
+"""Scores of a classifier as pure functions of arrays: confusion matrix, calibration, rates by class and intervals.
 
 Shapes: n images, K classes, B bins, R rates.
 """
@@ -12,10 +12,18 @@ from numpy.typing import NDArray
 from vitlab.data.rng import Floats, Ints
 from vitlab.errors import UserError
 
-DRAWS = 2000  # resamples of a bootstrap
-LEVEL = 0.95
-CELLS = 1000  # steps of confidence that the bootstrap of the calibration error tells apart
-BLOCK = 4_000_000  # counts drawn at a time: 32 MB
+Z = 1.959963984540054  # the normal distribution's 97.5 % quantile: intervals hold 95 %
+DRAWS = 2000  # resamples of the bootstrap of the calibration error
+CELLS = 1000  # confidences are rounded to 1 / CELLS before they are resampled
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A number with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -30,23 +38,23 @@ class Calibration:
 
 @dataclass(frozen=True)
 class ClassRow:
-    """A class: how many images it has, how many of them were found; a rate of nothing is None."""
+    """A class, the number of its images and of those classified correctly; a rate over no images is None."""
 
     name: str
     images: int
     correct: int
-    precision: float | None  # share of the guesses of this class that are right
-    recall: float | None  # share of its images that are found
+    precision: float | None  # share of the predictions of this class that are correct
+    recall: float | None  # share of its images that are classified correctly
 
 
 def confusion(guesses: Ints, labels: Ints, classes: int) -> NDArray[np.int64]:
-    """(K, K) images by class (rows) and by guess (columns)."""
+    """Count images by label (rows) and by prediction (columns), (K, K)."""
     pairs = np.bincount(np.asarray(labels) * classes + guesses, minlength=classes * classes)
     return pairs.reshape(classes, classes).astype(np.int64)
 
 
 def per_class(matrix: NDArray[np.int64], names: Sequence[str]) -> list[ClassRow]:
-    """A row for every class, in their order."""
+    """Compute precision and recall of every class from a confusion matrix (K, K), in the classes' order."""
     images, guessed, right = matrix.sum(1).tolist(), matrix.sum(0).tolist(), np.diagonal(matrix).tolist()
     return [
         ClassRow(name, n, hits, hits / all_ if all_ else None, hits / n if n else None)
@@ -55,7 +63,7 @@ def per_class(matrix: NDArray[np.int64], names: Sequence[str]) -> list[ClassRow]
 
 
 def top_hits(logits: NDArray[np.floating], labels: Ints, k: int) -> NDArray[np.bool_]:
-    """(n,) whether the label is among the k highest logits (n, K)."""
+    """Return whether each label is among the k highest logits (n, K), as (n,)."""
     if k >= logits.shape[1]:
         return np.ones(len(labels), bool)
     first = np.argpartition(logits, -k, axis=1)[:, -k:]
@@ -66,7 +74,7 @@ def top_hits(logits: NDArray[np.floating], labels: Ints, k: int) -> NDArray[np.b
 
 
 def calibration(probabilities: NDArray[np.floating], labels: Ints, bins: int = 15) -> Calibration:
-    """The expected calibration error of probabilities (n, K): images go into bins by the confidence of their guess."""
+    """Compute the expected calibration error of probabilities (n, K), binned by the highest of each image."""
     confidence, hits = confidences(probabilities, labels)
     place = bin_of(confidence, bins)
     count = np.bincount(place, minlength=bins)
@@ -77,9 +85,8 @@ def calibration(probabilities: NDArray[np.floating], labels: Ints, bins: int = 1
 
 
 def confidences(probabilities: NDArray[np.floating], labels: Ints) -> tuple[Floats, NDArray[np.bool_]]:
-    """(n,) the probability of each guess, and whether it is right."""
-    if len(probabilities) == 0:
-        raise UserError("there are no images to take a rate of")
+    """Return the probability of each image's prediction and whether it is correct, both (n,)."""
+    check_images(len(probabilities))
     guesses = probabilities.argmax(1)
     return probabilities[np.arange(len(guesses)), guesses].astype(np.float64), guesses == labels
 
@@ -89,75 +96,51 @@ def bin_of(confidence: Floats, bins: int) -> Ints:
 
 
 def calibration_interval(
-    probabilities: NDArray[np.floating],
-    labels: Ints,
-    bins: int = 15,
-    *,
-    draws: int = DRAWS,
-    seed: int = 0,
-    level: float = LEVEL,
+    probabilities: NDArray[np.floating], labels: Ints, bins: int = 15, *, draws: int = DRAWS
 ) -> tuple[float, float]:
-    """Bootstrap interval of the calibration error.
+    """Compute the 95 % bootstrap interval of the calibration error.
 
-    Noise can only open gaps: the error of few images is too large, that of their resamples larger still. So what
-    resampling adds is taken off: the percentiles are mirrored at the error itself, and stop at 0.
+    Noise can only widen gaps: the error of few images is too large, and that of their resamples larger still. The
+    percentiles are therefore reflected about the error itself ("basic" bootstrap) and cut off at 0.
 
-    A resample is drawn as counts of cells, images of one bin whose gap between hit and confidence is the same to a
-    thousandth. So it costs the same whatever the number of images.
+    A resample is drawn as counts of cells: images of one bin whose gap between hit and confidence is the same to a
+    thousandth. There are at most some 2,000 cells, so the cost hardly depends on the number of images.
     """
     confidence, hits = confidences(probabilities, labels)
     gap, place = hits - confidence, bin_of(confidence, bins)
-    _, cell = np.unique(place * 4 * CELLS + np.round(gap * CELLS).astype(np.int64), return_inverse=True)
-    size = np.bincount(cell)
-    mean = np.bincount(cell, gap) / size
-    bin_of_cell = np.zeros(len(size), np.int64)
-    bin_of_cell[cell] = place
+    keys = place * 4 * CELLS + np.round(gap * CELLS).astype(np.int64)
+    cells, cell, size = np.unique(keys, return_inverse=True, return_counts=True)
     sums = np.zeros((len(size), bins))  # what an image of a cell adds to the gap of its bin
-    sums[np.arange(len(size)), bin_of_cell] = mean / len(hits)
-    rng, found = np.random.default_rng(seed), []
-    for many in parts(draws, len(size)):
-        counts = rng.multinomial(len(hits), size / len(hits), many)  # (draws, cells)
-        found.append(np.abs(counts @ sums).sum(1))
-    low, high = percentiles(np.concatenate(found)[:, None], level)[0].tolist()
+    sums[np.arange(len(size)), (cells + 2 * CELLS) // (4 * CELLS)] = np.bincount(cell, gap) / size / len(hits)
+    counts = np.random.default_rng(0).multinomial(len(hits), size / len(hits), draws)  # (draws, cells)
+    low, high = np.quantile(np.abs(counts @ sums).sum(1), [0.025, 0.975]).tolist()
     error = float(np.abs(np.bincount(place, gap)).sum() / len(hits))
     return max(0.0, 2 * error - high), max(0.0, 2 * error - low)
 
 
-# ---- intervals
+# ---- intervals of proportions
 
 
-def interval(
-    hits: NDArray[np.bool_], *, draws: int = DRAWS, seed: int = 0, level: float = LEVEL
-) -> tuple[float, float]:
-    """Percentile bootstrap of the mean of hits (n,)."""
-    if len(hits) == 0:
-        raise UserError("there are no images to take a rate of")
-    low, high = intervals(np.array([np.sum(hits)]), np.array([len(hits)]), draws=draws, seed=seed, level=level)[0]
-    return float(low), float(high)
+def rate(hits: int, images: int) -> Rate:
+    """Return hits / images with its 95 % Wilson interval; no images are a UserError."""
+    check_images(images)
+    return Rate(hits / images, *wilson(np.array([hits]), np.array([images]))[0].tolist())
 
 
-def intervals(hits: Ints, images: Ints, *, draws: int = DRAWS, seed: int = 0, level: float = LEVEL) -> Floats:
-    """(R, 2) the same of many rates at once, hits (R,) of images (R,); nan for a rate of nothing.
+def wilson(hits: Ints, images: Ints) -> Floats:
+    """Compute the 95 % Wilson score intervals (R, 2) of the rates hits (R,) / images (R,); nan where images is 0.
 
-    Drawing n images with replacement and counting the hits is one draw from a binomial distribution.
+    The interval holds every true rate p with |hits / n - p| <= Z sqrt(p (1 - p) / n); these are the roots of a
+    quadratic equation in p. It has a width even where all or none of the images are hits.
     """
-    rng = np.random.default_rng(seed)
-    share = hits / np.maximum(images, 1)
-    bounds = np.full((len(hits), 2), np.nan)
-    for rates in np.array_split(np.arange(len(hits)), max(1, -(-len(hits) * draws // BLOCK))):
-        counts = rng.binomial(images[rates], share[rates], (draws, len(rates)))
-        bounds[rates] = percentiles(counts / np.maximum(images[rates], 1), level)
-    bounds[images == 0] = np.nan
-    return bounds
+    n = np.where(images > 0, images, np.nan)
+    share = hits / n
+    center = (share + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    half = Z / (1 + Z**2 / n) * np.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
+    # rounding must not leave the rate itself outside
+    return np.stack([np.minimum(center - half, share).clip(0), np.maximum(center + half, share).clip(None, 1)], 1)
 
 
-def percentiles(drawn: Floats, level: float) -> Floats:
-    """(R, 2) the middle `level` of draws (draws, R)."""
-    tail = (1 - level) / 2
-    return np.quantile(drawn, [tail, 1 - tail], axis=0).T
-
-
-def parts(draws: int, cells: int) -> list[int]:
-    """Draws in blocks that fit in little memory."""
-    each = max(1, BLOCK // cells)
-    return [min(each, draws - start) for start in range(0, draws, each)]
+def check_images(count: int) -> None:
+    if count == 0:
+        raise UserError("there are no images to compute a rate of")

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-SIZE = (4.2, 2.8)  # inches: three fit on a desk side by side, one on a phone, with words that can be read
+SIZE = (4.2, 2.8)  # inches: three fit side by side on a wide screen, one on a phone, with legible text
 SPAN = 40  # the smoothed loss is a mean over this fraction of the run
 
 
 def loss_figure(steps: Ints, loss: Floats) -> "Figure":
-    """The training loss (S,) of every step, and its running mean."""
+    """Draw the training loss (S,) of every step, and its running mean."""
     with drawing():
         figure, axes = panel(steps, "training loss")
         axes.plot(steps, loss, color=FAINT, alpha=0.45, linewidth=0.7, label="each step")
@@ -31,10 +31,10 @@ def loss_figure(steps: Ints, loss: Floats) -> "Figure":
 
 
 def accuracy_figure(steps: Ints, raw: Floats, averaged: Floats | None = None) -> "Figure":
-    """The share of test images (T,) that is right, with the weights as they are and, if there are any, averaged."""
+    """Draw the test accuracy (T,) of the current weights and, where there are any, of the averaged weights."""
     with drawing():
         figure, axes = panel(steps, "test accuracy")
-        axes.plot(steps, 100 * raw, color=COLORS[1], marker="o", markersize=3.5, label="weights as they are")
+        axes.plot(steps, 100 * raw, color=COLORS[1], marker="o", markersize=3.5, label="current weights")
         shown = raw
         if averaged is not None:
             axes.plot(steps, 100 * averaged, color=COLORS[0], marker="o", markersize=3.5, label="averaged weights")
@@ -48,7 +48,7 @@ def accuracy_figure(steps: Ints, raw: Floats, averaged: Floats | None = None) ->
 
 
 def rate_figure(steps: Ints, rate: Floats) -> "Figure":
-    """The learning rate (S,) of every step."""
+    """Draw the learning rate (S,) of every step."""
     with drawing():
         figure, axes = panel(steps, "learning rate")
         axes.plot(steps, rate, color=COLORS[2], linewidth=1.6)
@@ -69,7 +69,7 @@ def panel(steps: Ints, title: str) -> "tuple[Figure, Any]":
 
 
 def smoothed(values: Floats, reach: int) -> Floats:
-    """Means over `reach` values to either side; near an end over fewer, but never so few that the line frays."""
+    """Average over `reach` values to either side; near an end over fewer, but at least a quarter of them."""
     index, last = np.arange(len(values)), len(values) - 1
     reached = np.clip(np.minimum(index, last - index), reach // 4, reach)
     low, high = np.maximum(index - reached, 0), np.minimum(index + reached, last)

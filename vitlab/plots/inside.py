@@ -1,6 +1,6 @@
-"""Figures of what a model has learned and where it looks: arrays in, figures out.
+"""Figures of learned weights and of attention: arrays in, figures out.
 
-Shapes: height and width of the picture in pixels, h and w the grid of patches, L layers, H heads.
+Shapes: height and width of the image in pixels, h and w the grid of patches, L layers, H heads.
 """
 
 from collections.abc import Sequence
@@ -16,42 +16,38 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Floats = NDArray[np.floating[Any]]
-HEAT = 0.6  # share of the map's color over the picture's greys
-TOP = 0.97  # cells above this quantile share the brightest color: a few that draw all attention would hide the rest
+HEAT = 0.6  # weight of the map's color over the gray image
+TOP = 0.97  # cells above this quantile share the brightest color, so that a few outliers do not hide the rest
 NOTE = f"each map in its own scale; the strongest {1 - TOP:.0%} of its patches are equally bright"
 MOST = 16  # grids in a row of the figure of positions
 WIDTH = 7.0  # inches across a figure, unless it has too many panels
 
 
-# ---- what is learned
+# ---- learned weights
 
 
 def filters_figure(filters: Floats, shares: Floats, stem: bool) -> "Figure":
-    """Signed filters (n, P, P, 3) as small pictures, zero in grey; `shares`: of the variance, for components."""
+    """Draw signed filters (n, P, P, 3) as small images, zero in gray; `shares`: of the variance, for components."""
     n, side = filters.shape[:2]
     columns = min(n, 8 if stem else 7)
     peaks = np.abs(filters).max((1, 2, 3), keepdims=True)
-    pictures = 0.5 + 0.5 * filters / np.where(peaks > 0, peaks, 1)
+    images = 0.5 + 0.5 * filters / np.where(peaks > 0, peaks, 1)
     with drawing():
         figure, grid = panels(-(-n // columns), columns, (1, 1), WIDTH, each=0.02 if stem else 0.22)
-        if stem:
-            crown(figure, f"This hybrid sees pixels through its stem: the {n} root filters of {side} x {side} pixels")
-        else:
-            crown(figure, f"Patch embedding, {side} x {side} pixels: first {n} principal components of its filters")
-        for i, axes in enumerate(grid.flat):
-            if i < n:
-                axes.imshow(pictures[i], interpolation="nearest")
-                axes.set_title("" if stem else f"{i + 1}:  {shares[i]:.1%}", fontsize=8, pad=3)
-            else:
-                axes.set_axis_off()
-        note(figure, "each scaled by itself, zero in grey" + ("" if stem else "; in per cent: share of the variance"))
+        title = f"Patch embedding, {side} x {side} pixels: first {n} principal components of its filters"
+        add_title(figure, f"The stem of this hybrid: {n} root filters of {side} x {side} pixels" if stem else title)
+        for i, axes in enumerate(grid.flat[:n]):
+            axes.imshow(images[i], interpolation="nearest")
+            axes.set_title("" if stem else f"{i + 1}:  {shares[i]:.1%}", fontsize=8, pad=3)
+        legend = "each scaled by itself, zero in gray"
+        add_note(figure, legend if stem else f"{legend}; in per cent: share of the variance")
     return figure
 
 
 def positions_figure(similarity: Floats) -> "Figure":
-    """Cosine similarities (h, w, h, w) as a grid of grids: each shows one patch's position against all.
+    """Draw cosine similarities (h, w, h, w) as a grid of grids, one of a patch's position with all others.
 
-    Of a large grid every second, third ... patch has its own; each still shows all.
+    Of a large grid only every second, third ... patch has its own grid.
     """
     h, w = similarity.shape[:2]
     step = -(-max(h, w) // MOST)
@@ -80,7 +76,7 @@ def positions_figure(similarity: Floats) -> "Figure":
 
 
 def distance_figure(distance: Floats, images: int, even: float, axial: bool = False) -> "Figure":
-    """Mean attention distances (L, H) in pixels: a dot a head, a line through the layers' means.
+    """Draw mean attention distances (L, H) in pixels: a dot for each head, a line through the layers' means.
 
     `even`: the distance if attention were spread evenly over all patches.
     """
@@ -97,18 +93,18 @@ def distance_figure(distance: Floats, images: int, even: float, axial: bool = Fa
         axes.set_xticks(number[:: -(-layers // 16)])
         axes.set_xlabel("attention layer" + (" (odd: along rows, even: along columns)" if axial else ""))
         axes.set_ylabel("mean attention distance (pixels)")
-        axes.set_title(f"How far heads look, by depth ({images:,} image{'s' if images != 1 else ''})")
+        axes.set_title(f"Mean attention distance by depth ({images:,} image{'s' if images != 1 else ''})")
         figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 
-# ---- where it looks in a picture
+# ---- attention over an image
 
 
 def overlay(pixels: Floats, grid: Floats) -> Floats:
-    """A map (h, w) in colors over a picture (height, width, 3) in [0, 1] turned grey: another such picture.
+    """Blend a map (h, w) in colors with the gray version of an image (height, width, 3) in [0, 1].
 
-    Colors run from the least cell to the `TOP` quantile, bilinear between cells.
+    Colors run from the smallest cell to the `TOP` quantile, bilinear between cells. Returns (height, width, 3).
     """
     from matplotlib import colormaps
 
@@ -117,75 +113,70 @@ def overlay(pixels: Floats, grid: Floats) -> Floats:
     share = ((grid - low) / (high - low)).clip(0, 1) if high > low else (grid > low) * 1.0
     smooth = Image.fromarray(share.astype(np.float32)).resize((width, height), Image.Resampling.BILINEAR)
     colors = colormaps[MAP](np.asarray(smooth))[..., :3]
-    grey = pixels @ np.array([0.299, 0.587, 0.114])
-    return np.asarray(HEAT * colors + (1 - HEAT) * grey[..., None])
+    gray = pixels @ np.array([0.299, 0.587, 0.114])
+    return np.asarray(HEAT * colors + (1 - HEAT) * gray[..., None])
 
 
-def rollout_figure(pixels: Floats, grid: Floats, looks: str) -> "Figure":
-    """A picture, the rollout (h, w) over it, and the rollout alone with its scale. `looks`: who looks."""
+def rollout_figure(pixels: Floats, grid: Floats, whose: str) -> "Figure":
+    """Draw an image, the rollout (h, w) over it, and the rollout alone with its scale. `whose` attention."""
     height, width = pixels.shape[:2]
     with drawing():
         figure, ((left, middle, right),) = panels(1, 3, pixels.shape, 8.0, right=0.8)
-        for axes, picture, title in (
-            (left, pixels, "the picture"),
-            (middle, overlay(pixels, grid), "attention rollout"),
-        ):
-            axes.imshow(picture)
+        for axes, image, title in ((left, pixels, "image"), (middle, overlay(pixels, grid), "attention rollout")):
+            axes.imshow(image)
             axes.set_title(title, pad=4)
         shown = right.imshow(100 * grid, cmap=MAP, vmin=0, extent=(0, width, height, 0), interpolation="nearest")
-        right.set_title("the rollout alone", pad=4)
+        right.set_title("rollout alone", pad=4)
         scale = right.inset_axes((1.04, 0, 0.05, 1))
         figure.colorbar(shown, cax=scale, label="% of attention")
-        crown(figure, f"Attention rollout: {looks}, through all layers")
-        note(figure, NOTE)
+        add_title(figure, f"Attention rollout {whose}, through all layers")
+        add_note(figure, NOTE)
     return figure
 
 
-def layers_figure(pixels: Floats, attention: Floats, names: Sequence[str], looks: str) -> "Figure":
-    """Per layer, where it looks, heads averaged: (L, H, h, w) over the picture, a panel a layer."""
+def layers_figure(pixels: Floats, attention: Floats, names: Sequence[str], whose: str) -> "Figure":
+    """Draw the attention (L, H, h, w) of each layer, averaged over heads, over the image: one panel per layer."""
     columns = min(len(attention), 6)
     with drawing():
         figure, grid = panels(-(-len(attention) // columns), columns, pixels.shape, max(5, 1.4 * columns), each=0.22)
-        crown(figure, f"By layer, mean over heads: {looks}")
+        add_title(figure, f"Attention {whose} by layer, mean over heads")
         for axes, one, name in zip(grid.flat, attention, names, strict=False):
             axes.imshow(overlay(pixels, one.mean(0)))
             axes.set_title(f"layer {name}", pad=3, fontsize=9)
-        for axes in grid.flat[len(attention) :]:
-            axes.set_axis_off()
-        note(figure, NOTE)
+        add_note(figure, NOTE)
     return figure
 
 
 def heads_figure(
-    pixels: Floats, attention: Floats, layers: Sequence[int], heads: Sequence[int], names: Sequence[str], looks: str
+    pixels: Floats, attention: Floats, layers: Sequence[int], heads: Sequence[int], names: Sequence[str], whose: str
 ) -> "Figure":
-    """Single heads, (L, H, h, w) over the picture: a row for each of `layers`, a column for each of `heads`, from 0."""
+    """Draw single heads of (L, H, h, w) over the image: a row for each of `layers`, a column for each of `heads`."""
     with drawing():
         figure, grid = panels(len(layers), len(heads), pixels.shape, 0.4 + max(4.6, 1.5 * len(heads)), left=0.3)
-        crown(figure, f"By layer and head: {looks}")
+        add_title(figure, f"Attention {whose} by layer and head")
         for row, layer in zip(grid, layers, strict=True):
             row[0].set_ylabel(f"layer {names[layer]}", fontsize=9)
             for axes, head in zip(row, heads, strict=True):
                 axes.imshow(overlay(pixels, attention[layer, head]))
         for axes, head in zip(grid[0], heads, strict=True):
             axes.set_title(f"head {head + 1}", pad=3, fontsize=9)
-        note(figure, NOTE)
+        add_note(figure, NOTE)
     return figure
 
 
 def panels(
     rows: int, columns: int, shape: Sequence[int], width: float, *, left: float = 0, right: float = 0, each: float = 0
 ) -> "tuple[Figure, Any]":
-    """A figure with rows x columns bare axes for pictures of (height, width, ...), without gaps.
+    """Create a figure with rows x columns bare axes for images of (height, width, ...), without gaps.
 
-    In inches: `width` of the figure, `left` and `right` for words beside the panels, `each` row's own titles.
+    In inches: `width` of the figure, `left` and `right` for text beside the panels, `each` row's own titles.
     """
     gap, top, foot = 0.06, 0.34 + (0 if each else 0.22), 0.28
     across = (width - left - right - gap * (columns + 1)) / columns
     down = across * shape[0] / shape[1]
     height = top + rows * (down + each + gap) + foot
     figure = new_figure(width, height)
-    figure.set_layout_engine("none")  # the places are exact: pictures touch no words
+    figure.set_layout_engine("none")  # the positions are exact, so that images touch no text
     grid = np.empty((rows, columns), object)
     for r in range(rows):
         for c in range(columns):
@@ -195,11 +186,11 @@ def panels(
     return figure, grid
 
 
-def crown(figure: "Figure", words: str) -> None:
-    """The title of a figure with exact places."""
-    figure.suptitle(words, y=1 - 0.1 / figure.get_figheight(), va="top", fontsize=10)
+def add_title(figure: "Figure", text: str) -> None:
+    """Add a title to a figure with exact positions."""
+    figure.suptitle(text, y=1 - 0.1 / figure.get_figheight(), va="top", fontsize=10)
 
 
-def note(figure: "Figure", words: str) -> None:
-    """Small words in the foot of a figure."""
-    figure.text(0.5, 0.08 / figure.get_figheight(), words, ha="center", va="bottom", fontsize=7, color=INK)
+def add_note(figure: "Figure", text: str) -> None:
+    """Add small text at the bottom of a figure."""
+    figure.text(0.5, 0.08 / figure.get_figheight(), text, ha="center", va="bottom", fontsize=7, color=INK)

@@ -1,41 +1,26 @@
-"""Figures of a classifier's scores: which classes it takes for which, and whether it knows how sure it may be."""
+"""Figures of a classifier's scores: the confusion matrix and the calibration."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitlab.plots.style import COLORS, FAINT, INK, MAP, drawing, new_figure
+from vitlab.plots.style import COLORS, FAINT, INK, MAP, drawing, new_figure, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 COUNTED = 15  # classes up to which cells show their number of images
 NAMED = 60  # classes up to which rows and columns show their names
-LONGEST = 24  # letters of a name
 
 
-class Binned(Protocol):
-    """A calibration: per bin of confidence the images, their mean confidence and their accuracy (nan: none)."""
+def confusion_figure(matrix: Ints, names: Sequence[str]) -> "Figure":
+    """Draw the shares of each class's images (rows) by prediction (columns); a class without images is gray.
 
-    @property
-    def error(self) -> float: ...
-
-    @property
-    def count(self) -> NDArray[np.int64]: ...
-
-    @property
-    def confidence(self) -> NDArray[np.float64]: ...
-
-    @property
-    def accuracy(self) -> NDArray[np.float64]: ...
-
-
-def confusion_figure(matrix: NDArray[np.int64], names: Sequence[str]) -> "Figure":
-    """Shares of each class's images (rows) by guess (columns); a class without images is grey.
-
-    Of many classes, those that have no images and are never guessed are left out.
+    Of many classes, those without images that are never predicted are left out.
     """
     shown = np.arange(len(names))
     if len(names) > NAMED:
@@ -53,9 +38,9 @@ def confusion_figure(matrix: NDArray[np.int64], names: Sequence[str]) -> "Figure
         images = matrix.sum(1, keepdims=True)
         share = np.ma.masked_where(np.broadcast_to(images == 0, matrix.shape), matrix / np.maximum(images, 1))
         colors = matplotlib.colormaps[MAP].with_extremes(bad="#D9D9D9")
-        # the root: a few per cent taken for another class are the news, and would look like none
-        picture = axes.imshow(share, cmap=colors, norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
-        bar = figure.colorbar(picture, ax=axes, shrink=0.8, pad=0.02, ticks=[0, 0.01, 0.05, 0.2, 0.5, 1])
+        # the square root makes a few per cent of confusion visible
+        image = axes.imshow(share, cmap=colors, norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
+        bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, ticks=[0, 0.01, 0.05, 0.2, 0.5, 1])
         bar.ax.set_yticklabels(["0", "1 %", "5 %", "20 %", "50 %", "100 %"])
         bar.set_label("share of the class's images")
         axes.grid(False)
@@ -67,11 +52,11 @@ def confusion_figure(matrix: NDArray[np.int64], names: Sequence[str]) -> "Figure
     return figure
 
 
-def name_axes(axes: Any, names: Sequence[str], numbers: NDArray[np.int64]) -> None:
+def name_axes(axes: Any, names: Sequence[str], numbers: Ints) -> None:
     k = len(names)
     if k <= NAMED:
         size = 9 if k <= COUNTED else 7
-        words = [short(name) for name in names]
+        words = [shorten(name) for name in names]
         upright = max(map(len, words)) > 2
         turn: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if upright else {}
         axes.set_xticks(range(k), words, fontsize=size, parse_math=False, **turn)
@@ -87,7 +72,7 @@ def name_axes(axes: Any, names: Sequence[str], numbers: NDArray[np.int64]) -> No
         axes.set_ylabel("truth, by number of the class")
 
 
-def write_counts(axes: Any, matrix: NDArray[np.int64], share: Any) -> None:
+def write_counts(axes: Any, matrix: Ints, share: Any) -> None:
     for (i, j), images in np.ndenumerate(matrix):
         if images:
             dark = float(share[i, j]) < 0.4
@@ -95,26 +80,23 @@ def write_counts(axes: Any, matrix: NDArray[np.int64], share: Any) -> None:
             axes.text(j, i, f"{images}", ha="center", va="center", fontsize=size, color="white" if dark else "black")
 
 
-def short(name: str) -> str:
-    """A name that leaves room for the picture, on one line."""
-    flat = " ".join(name.split()) or name
-    return flat if len(flat) <= LONGEST else flat[: LONGEST - 1] + "…"
+def calibration_figure(error: float, count: Ints, confidence: Floats, accuracy: Floats) -> "Figure":
+    """Draw accuracy by confidence, equal on the diagonal, and below it the number of images in each bin.
 
-
-def calibration_figure(calibration: Binned) -> "Figure":
-    """Accuracy by confidence; on the diagonal a model is right as often as it says. Below, the images of each bin."""
-    count, bins = calibration.count, len(calibration.count)
-    left, full = np.arange(bins) / bins, calibration.count > 0
+    `count`, mean `confidence` and `accuracy` are (B,) by bin of confidence, nan where a bin is empty.
+    """
+    bins = len(count)
+    left, full = np.arange(bins) / bins, count > 0
     with drawing():
         figure = new_figure(5.2, 5.4)
         top, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-        top.plot([0, 1], [0, 1], color=FAINT, linestyle="--", linewidth=1, label="right as often as it says")
-        heights = calibration.accuracy[full]
+        top.plot([0, 1], [0, 1], color=FAINT, linestyle="--", linewidth=1, label="accuracy equals confidence")
+        heights = accuracy[full]
         top.bar(left[full], heights, 1 / bins, align="edge", color=COLORS[0], alpha=0.75, edgecolor="white")
-        mean, label = calibration.confidence[full], "accuracy at the mean confidence"
+        mean, label = confidence[full], "accuracy at the mean confidence"
         top.plot(mean, heights, marker="o", markersize=4, color=COLORS[1], label=label)
         top.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy")
-        top.set_title(f"calibration error {calibration.error:.1%}, {int(count.sum()):,} images", loc="left")
+        top.set_title(f"calibration error {error:.1%}, {int(count.sum()):,} images", loc="left")
         figure.legend(loc="outside lower center", ncols=2)
         below.bar(left, count, 1 / bins, align="edge", color=FAINT, edgecolor="white")
         below.set_yscale("symlog", linthresh=10)

@@ -1,11 +1,10 @@
-"""One look for every figure: sizes, fonts, colors that the color-blind can tell apart, and how figures are written.
+"""The common style of all figures (sizes, fonts, colors safe for the color-blind) and how figures are written.
 
-Figures are built without pyplot, so no window opens and none is kept alive.
+Figures are built without pyplot, so no window opens and no figure stays in memory.
 """
 
 import functools
 import logging
-import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -14,28 +13,29 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from vitlab.errors import UserError
+from vitlab.files import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 log = logging.getLogger("vitlab")
 
-# Okabe and Ito's palette, without yellow, which vanishes on white.
+# Okabe and Ito's palette, without yellow, which is hardly visible on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MAP = "viridis"  # quantities from low to high
-DIVERGING = "RdBu_r"  # around zero
 INK, FAINT = "#222222", "#8A8A8A"
 DPI = 160
+LONGEST = 24  # characters of a class name in a figure
 
 FONT = "DejaVu Sans"
-# Fonts that systems bring for names in Chinese, Japanese and Korean, of which FONT has no letters.
-EASTERN = (
+# Fonts of common systems for names in Chinese, Japanese and Korean, which FONT has no glyphs for.
+CJK_FONTS = (
     *("Noto Sans CJK KR", "Noto Sans CJK JP", "Noto Sans CJK SC", "Noto Sans KR", "Noto Sans JP", "Noto Sans SC"),
     *("Apple SD Gothic Neo", "Hiragino Sans", "PingFang SC", "Malgun Gothic", "Yu Gothic", "Microsoft YaHei"),
     *("NanumGothic", "IPAexGothic", "WenQuanYi Zen Hei", "Arial Unicode MS"),
 )
 
-LOOK: dict[Any, Any] = {
+RC_PARAMS: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.labelcolor": INK,
@@ -58,35 +58,35 @@ LOOK: dict[Any, Any] = {
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """The look, for the time of a `with`: build the figure inside it."""
+    """Apply the style inside a `with` block, in which the figure is built; without matplotlib, a UserError."""
     try:
         import matplotlib
     except ImportError:
         raise UserError("figures need matplotlib: pip install 'vitlab[plots]'") from None
     from cycler import cycler
 
-    with matplotlib.rc_context({**LOOK, "font.family": fonts(), "axes.prop_cycle": cycler(color=COLORS)}):
+    with matplotlib.rc_context({**RC_PARAMS, "font.family": fonts(), "axes.prop_cycle": cycler(color=COLORS)}):
         yield
 
 
 @functools.cache
 def fonts() -> list[str]:
-    """The font, then those that stand in for the letters it lacks, as far as this machine has them."""
+    """The font, then the installed fallbacks for glyphs that it lacks."""
     from matplotlib.font_manager import fontManager
 
-    here = {font.name for font in fontManager.ttflist}
-    return [FONT, *(name for name in EASTERN if name in here)]
+    installed = {font.name for font in fontManager.ttflist}
+    return [FONT, *(name for name in CJK_FONTS if name in installed)]
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure, sides in inches, whose parts make room for each other's words."""
+    """Create an empty figure, sides in inches, whose layout keeps texts apart."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 
 def bare(axes: Any) -> None:
-    """Axes that show a picture: no ticks, no frame, no grid."""
+    """Remove ticks, frame and grid from axes that show an image."""
     axes.set_xticks([])
     axes.set_yticks([])
     axes.grid(False)
@@ -95,34 +95,33 @@ def bare(axes: Any) -> None:
 
 
 def write(figure: "Figure", path: Path, kinds: tuple[str, ...] = ("png",)) -> list[Path]:
-    """The figure as path.png (and path.svg ...), each whole or not at all."""
-    written = []
-    for kind in kinds:
-        target, new = path.with_suffix(f".{kind}"), path.with_suffix(f".new.{kind}")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with drawing():  # fonts and salts of SVG files are chosen as they are written
-                save(figure, new, format=kind, metadata={"Date": None} if kind == "svg" else None)
-            os.replace(new, target)
-        except OSError as error:
-            raise UserError(f"the figure cannot be written to '{target}': {error.strerror or error}") from None
-        written.append(target)
-    return written
+    """Write the figure as path.png (and path.svg ...), each complete or not at all; return the paths."""
+    targets = [path.with_suffix(f".{kind}") for kind in kinds]
+    for kind, target in zip(kinds, targets, strict=True):
+        with atomic_file(target) as file, drawing():  # fonts and salts of SVG files are chosen as they are written
+            save(figure, file, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    return targets
 
 
 def save(figure: "Figure", file: Path | IO[bytes], **settings: Any) -> None:
-    """As `savefig`, with one sentence for all the letters that no font here has."""
-    with warnings.catch_warnings(record=True) as heard:
+    """Call `savefig`, with one warning for all glyphs that no installed font has."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         figure.savefig(file, **settings)
-    missing = [said for said in heard if re.search(r"Glyph .* missing", str(said.message))]
+    missing = [one for one in caught if re.search(r"Glyph .* missing", str(one.message))]
     if missing:
-        tell_of_letters()
-    for said in (said for said in heard if said not in missing):
-        warnings.warn_explicit(said.message, said.category, said.filename, said.lineno)
+        warn_missing_glyphs()
+    for one in (one for one in caught if one not in missing):
+        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 @functools.cache
-def tell_of_letters() -> None:
-    """Once is enough."""
+def warn_missing_glyphs() -> None:
+    """Warn at the first call only."""
     log.warning("figures show boxes for letters that no font here has; install one that does, such as Noto Sans CJK")
+
+
+def shorten(name: str) -> str:
+    """Shorten a class name to `LONGEST` characters on one line."""
+    line = " ".join(name.split()) or name
+    return line if len(line) <= LONGEST else line[: LONGEST - 1].rstrip(" ,") + "…"

@@ -19,7 +19,7 @@ from vitlab.analysis.rollout import rollout, to_grid
 from vitlab.data.source import ImageSource
 from vitlab.data.transforms import eval_pixels, normalize
 from vitlab.device import pick_device
-from vitlab.evaluation.evaluate import Evaluation
+from vitlab.evaluation.result import Evaluation
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
 from vitlab.plots.inside import overlay

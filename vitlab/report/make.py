@@ -19,7 +19,8 @@ from vitlab.data.open import open_data
 from vitlab.data.source import Data
 from vitlab.device import memory_errors
 from vitlab.errors import UserError
-from vitlab.evaluation.evaluate import Evaluation, evaluate
+from vitlab.evaluation.evaluate import evaluate
+from vitlab.evaluation.result import Evaluation
 from vitlab.models.variants import Model, build
 from vitlab.plots import curves, scores, style
 from vitlab.plots.scores import NAMED
@@ -108,7 +109,7 @@ def draw(history: History, found: Evaluation | None) -> dict[str, Drawn]:
         tests = history.test_steps, history.accuracy, history.averaged
         figures["accuracy"] = drawn(curves.accuracy_figure(*tests))
     if found is not None:
-        figures["calibration"] = drawn(scores.calibration_figure(found.calibration))
+        figures["calibration"] = drawn(scores.calibration_figure(**vars(found.calibration)))
         if len(found.names) <= NAMED:
             figures["confusion"] = drawn(scores.confusion_figure(found.matrix, found.names))
     return figures

@@ -9,7 +9,7 @@ import numpy as np
 
 from vitlab.cost import Cost
 from vitlab.data.source import Data
-from vitlab.evaluation.evaluate import Evaluation, class_table
+from vitlab.evaluation.result import Evaluation
 from vitlab.models.config import ModelConfig, ResNetConfig
 from vitlab.plots.scores import COUNTED
 from vitlab.report.describe import build_of, count, how, many, model_name, moment, share
@@ -139,8 +139,7 @@ def doubt(right: int, n: int) -> str:
     """What the interval means, in words; where all or none are right, resampling has nothing to say."""
     if 0 < right < n:
         said = (
-            "The interval says how far chance, in the choice of test images, may have moved the accuracy "
-            "(95\u00a0%, by bootstrap)."
+            "The interval says how far chance, in the choice of test images, may have moved the accuracy (95\u00a0%)."
         )
     else:
         said = f"All {n:,} are {'right' if right else 'wrong'}, so with 95 % confidence it is {bound(right, n)}."
@@ -243,7 +242,7 @@ def card(one: Mistake) -> str:
 
 def classes(found: Evaluation) -> str:
     rows = []
-    for row in class_table(found):
+    for row in found.class_table():
         bounded = 0 < row["correct"] < row["images"]  # else resampling has nothing to say
         low_high = f"{100 * row['recall_low']:.0f} to {100 * row['recall_high']:.0f}" if bounded else "-"
         recall, precision = ("-" if row[key] is None else f"{row[key]:.1%}" for key in ("recall", "precision"))

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from vitlab.analysis.steps import Steps, five_steps
+from vitlab.analysis.steps import five_steps
 from vitlab.data.transforms import normalize
 from vitlab.models.config import ViTConfig
 from vitlab.models.resnet import ResNet
+from vitlab.plots.steps import Steps
 from vitlab.predict import Classifier
 
 DECIMALS = 6

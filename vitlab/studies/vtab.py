@@ -3,7 +3,7 @@
 The recipe is the paper's: SGD with momentum 0.9, batch 512, 2,500 steps, learning rate 0.01, cosine, 384 pixels.
 Images are stretched to a square; training cuts a random 6/7 of it and flips, where the task's labels allow it.
 
-Results grow task by task in results.json: a task in there is not run again, and one that was stopped goes on.
+Results are added to results.json task by task: a task in it is not run again, and one that was stopped resumes.
 """
 
 import dataclasses
@@ -19,14 +19,13 @@ from vitlab.data.source import Data
 from vitlab.data.transforms import Augment
 from vitlab.device import pick_device
 from vitlab.errors import Stopped, UserError
-from vitlab.evaluation.evaluate import Rate
-from vitlab.evaluation.extract import model_key
-from vitlab.evaluation.scores import intervals
+from vitlab.evaluation.piece_cache import model_key
+from vitlab.evaluation.scores import Rate, rate
 from vitlab.files import write_text
 from vitlab.models.config import Preprocess
 from vitlab.models.variants import Model
 from vitlab.settings import from_json, to_json
-from vitlab.studies.vtab_tasks import BOTH, GROUPS, SIZES, TASKS, Task, missing, open_task
+from vitlab.studies.vtab_tasks import BOTH, GROUPS, SIZES, TASKS, Task, missing_lists, open_task
 from vitlab.text import duration
 from vitlab.training.auto import higher, machine, run_seconds, stride
 from vitlab.training.loop import train
@@ -37,24 +36,16 @@ from vitlab.weights import load
 RESULTS = "results.json"
 STEPS = 2500
 CROP = 6 / 7  # of the square's sides: 384 of 448 pixels
-# what the study says of every run; the rest of a recipe is open to key=value
-DECIDED = (
-    "model",
-    "data",
-    "weights",
-    "steps",
-    "epochs",
-    "evaluate_every",
-    "objective",
-    "subset",
-    "per_class",
-    "holdout",
+# settings that the study itself fixes; the rest of a recipe is open to key=value
+FIXED = (
+    *("model", "data", "weights", "steps", "epochs", "evaluate_every"),
+    *("objective", "subset", "per_class", "holdout"),
 )
 
 
 @dataclass(frozen=True)
 class Result:
-    """A task that is done."""
+    """The result of a finished task."""
 
     accuracy: float
     images: int  # tested
@@ -64,21 +55,20 @@ class Result:
 
     @property
     def rate(self) -> Rate:
-        low, high = intervals(np.array([round(self.accuracy * self.images)]), np.array([self.images]))[0].tolist()
-        return Rate(self.accuracy, low, high)
+        return rate(round(self.accuracy * self.images), self.images)
 
 
 @dataclass
 class Study:
-    """One model's results, in a folder."""
+    """The study of one model: its settings, and its results in a folder."""
 
     out: Path
     root: Path
-    recipe: Recipe  # as every task has it, apart from data and augmentation
-    settings: tuple[str, ...]  # the user's, which go last
+    recipe: Recipe  # of every task, apart from data and augmentation
+    settings: tuple[str, ...]  # key=value, applied last
     rates: tuple[float, ...]  # learning rates to choose from on the 200 images; none: the recipe's
     key: str  # of the weights
-    keep: bool  # the fine-tuned models
+    keep: bool  # whether the fine-tuned models stay
     console: Console
     results: dict[str, Result] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -86,21 +76,21 @@ class Study:
     # ---- one task
 
     def open(self, task: Task) -> Data | None:
-        """Its data; where something is wrong with its lists, that is noted, and the others go on."""
+        """Open a task's data; None, with a recorded failure, where something is wrong with its lists."""
         try:
             if self.rates:
                 open_task(self.root, task, tuning=True)
             return open_task(self.root, task)
         except UserError as error:
-            self.give_up(task, error)
+            self.fail(task, error)
             return None
 
-    def give_up(self, task: Task, error: UserError) -> None:
+    def fail(self, task: Task, error: UserError) -> None:
         self.failed[task.name] = str(error)
-        self.say(f"{task.name} did not finish: {error}")
+        self.print(f"{task.name} did not finish: {error}")
 
     def run(self, task: Task, data: Data, number: str) -> None:
-        """A task from where it stands to its result; a mistake that ends it leaves the others to go on."""
+        """Run or resume a task to its result; a UserError ends this task only."""
         self.introduce(task, data, number)
         try:
             trials = self.tune(task) if self.rates else {}
@@ -108,61 +98,59 @@ class Study:
             folder = self.out / task.name
             report, seconds = self.train(task, data, lr, folder)
         except UserError as error:
-            self.give_up(task, error)
+            self.fail(task, error)
             return
         self.results[task.name] = result = Result(report["accuracy"], len(data.test), lr, seconds, trials)
         self.write()
         if not self.keep:
-            forget_weights(folder)
-        self.say(f"{task.name}: {result.accuracy:.2%} of {result.images:,} test images, {duration(seconds)}")
+            remove_weights(folder)
+        self.print(f"{task.name}: {result.accuracy:.2%} of {result.images:,} test images, {duration(seconds)}")
 
     def introduce(self, task: Task, data: Data, number: str) -> None:
-        self.say(
-            f"{number} {task.name} ({task.about}): {task.classes} classes, {len(data.train):,} images to train on, "
-            f"{len(data.test):,} to test"
-        )
+        images = f"{len(data.train):,} images to train on, {len(data.test):,} to test"
+        self.print(f"{number} {task.name} ({task.about}): {task.classes} classes, {images}")
         if (len(data.train), len(data.test)) != (SIZES[BOTH], task.tests):
-            self.say(
-                f"note: the benchmark has {SIZES[BOTH]:,} and {task.tests:,}, so this does not stand beside published "
-                "numbers"
-            )
+            usual = f"{SIZES[BOTH]:,} and {task.tests:,}"
+            self.print(f"note: the benchmark has {usual}, so this is not comparable to published numbers")
 
     def tune(self, task: Task) -> dict[str, float]:
-        """Accuracy on the 200 images of every learning rate, trained on the 800; equal ones: the first is taken."""
+        """Train every learning rate on the 800 images and return its accuracy on the 200, by rate as text."""
         data = open_task(self.root, task, tuning=True)
         notes = self.out / task.name / "tuning.json"
-        found: dict[str, float] = json.loads(notes.read_text()) if notes.is_file() else {}
-        for lr in self.rates:
-            if f"{lr:g}" not in found:
-                folder = self.out / task.name / f"lr-{lr:g}"
-                found[f"{lr:g}"] = self.train(task, data, lr, folder)[0]["accuracy"]
-                write_text(notes, json.dumps(found) + "\n")
+        trials: dict[str, float] = json.loads(notes.read_text()) if notes.is_file() else {}
+        keys = {f"{lr:g}": lr for lr in self.rates}
+        for key, lr in keys.items():
+            if key not in trials:
+                folder = self.out / task.name / f"lr-{key}"
+                trials[key] = self.train(task, data, lr, folder)[0]["accuracy"]
+                write_text(notes, json.dumps(trials) + "\n")
                 shutil.rmtree(folder)
-            self.say(f"{task.name}: learning rate {lr:g}: {found[f'{lr:g}']:.2%} of {len(data.test)} images kept aside")
-        return {f"{lr:g}": found[f"{lr:g}"] for lr in self.rates}
+            accuracy = f"{trials[key]:.2%} of {len(data.test)} images set aside"
+            self.print(f"{task.name}: learning rate {key}: {accuracy}")
+        return {key: trials[key] for key in keys}
 
     def train(self, task: Task, data: Data, lr: float, folder: Path) -> tuple[dict[str, float], float]:
-        recipe = dataclasses.replace(self.recipe_of(task), lr=lr)
+        recipe = dataclasses.replace(self.task_recipe(task), lr=lr)
         try:
             # a broken image may have been replaced since the last attempt
             outcome = train(recipe, folder, resume=True, accept_data_changes=True, console=self.console, data=data)
         except Stopped as stop:
-            said = str(stop).replace("continue with --resume", "the same command goes on from here")
-            raise Stopped(stop.code - 128, f"{task.name}: {said}") from None
+            message = str(stop).replace("continue with --resume", "the same command resumes from here")
+            raise Stopped(stop.code - 128, f"{task.name}: {message}") from None
         return outcome.report, outcome.seconds
 
-    def recipe_of(self, task: Task) -> Recipe:
+    def task_recipe(self, task: Task) -> Recipe:
         augment = Augment(crop="resize" if task.crop else "none", flip=task.flip)
         recipe = dataclasses.replace(self.recipe, data=str(self.root / task.name), augment=augment)
         return override(recipe, self.settings)
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     # ---- results.json
 
     def write(self) -> None:
-        said = {
+        data = {
             "format": "vitlab/1",
             "weights": self.key,
             "recipe": to_json(self.recipe),
@@ -170,18 +158,18 @@ class Study:
             "means": means(self.results),
             "tasks": {name: dataclasses.asdict(result) for name, result in self.results.items()},
         }
-        write_text(self.out / RESULTS, json.dumps(said, indent=1) + "\n")
+        write_text(self.out / RESULTS, json.dumps(data, indent=1) + "\n")
 
-    def take_up(self) -> None:
-        """What the folder holds already, if it is of the same model and recipe."""
+    def resume(self) -> None:
+        """Read the results in the folder; those of another model or recipe are a UserError."""
         path = self.out / RESULTS
         if not path.exists():
             return
         try:
-            said = json.loads(path.read_text())
-            stored = from_json(Recipe, said["recipe"])
-            done = {name: Result(**result) for name, result in said["tasks"].items()}
-            key, rates = said["weights"], tuple(said["rates"])
+            data = json.loads(path.read_text())
+            stored = from_json(Recipe, data["recipe"])
+            done = {name: Result(**result) for name, result in data["tasks"].items()}
+            key, rates = data["weights"], tuple(data["rates"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} cannot be read ({error}); remove it, or use another --out") from None
         other = difference(self.recipe, stored)
@@ -194,25 +182,25 @@ class Study:
         self.results = done
 
 
-def forget_weights(folder: Path) -> None:
-    """What a run leaves but its recipe and log: fine-tuned weights, 19 times the size of the model."""
+def remove_weights(folder: Path) -> None:
+    """Remove a run's checkpoints and fine-tuned weights, which take 19 times the size of the model in all."""
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     for name in ("model.safetensors", "config.json"):
         (folder / name).unlink(missing_ok=True)
 
 
 def means(results: dict[str, Result]) -> dict[str, dict[str, float | int]]:
-    """The mean accuracy of each group and of all tasks, over those that are done, with their number."""
+    """Compute the mean accuracy of each group and of all tasks, over those that are done, with their number."""
     groups = {group: [task for task in TASKS if task.group == group] for group in GROUPS} | {"all": list(TASKS)}
-    found = {}
+    summary = {}
     for name, tasks in groups.items():
         done = [results[task.name].accuracy for task in tasks if task.name in results]
         if done:
-            found[name] = {"mean": float(np.mean(done)), "done": len(done), "of": len(tasks)}
-    return found
+            summary[name] = {"mean": float(np.mean(done)), "done": len(done), "of": len(tasks)}
+    return summary
 
 
-# ---- the whole
+# ---- running the study
 
 
 def run_vtab(
@@ -229,49 +217,48 @@ def run_vtab(
 ) -> Study:
     """Fine-tune `weights` on every task whose data is in `root`; results go to `out`, task by task.
 
-    Tasks whose data is not there are named, with where to get it. `rates` are learning rates to choose from for each
-    task, on 200 of its 1,000 images.
+    Tasks whose data is missing are printed with its source. `rates` are learning rates to choose from for each task, on
+    200 of its 1,000 images.
     """
     model = load(weights)
     recipe = base_recipe(weights, model, steps, settings)
     key = model_key(model, "features", half=False)
     study = Study(out, root, recipe, settings, rates, key, keep, console or Console())
-    study.take_up()
-    absent = {task: missing(root, task, tuning=bool(rates)) for task in tasks if task.name not in study.results}
+    study.resume()
+    absent = {task: missing_lists(root, task, tuning=bool(rates)) for task in tasks if task.name not in study.results}
     for task, lists in absent.items():
         if lists:
-            study.say(
-                f"{task.name} is left out: {root / task.name} {lack(root, task, lists)}; its source: {task.origin}"
-            )
+            reason = describe_missing(root / task.name, lists)
+            study.print(f"{task.name} is left out: {reason}; its source: {task.origin}")
     todo = [task for task, lists in absent.items() if not lists]
     if not todo and not study.results:
         raise UserError(
             f"none of these tasks is in '{root}'; each needs a folder there with its images and lists, as the public "
-            "VTAB-1k copies for PyTorch have it (--data names another place)"
+            "VTAB-1k copies for PyTorch have it (--data names another folder)"
         )
     if done := [task.name for task in tasks if task.name in study.results]:
-        study.say(f"{len(done)} of the {len(tasks)} tasks are done already: {', '.join(done)}")
+        study.print(f"{len(done)} of the {len(tasks)} tasks are done already: {', '.join(done)}")
     ready = {task: data for task in todo if (data := study.open(task)) is not None}
     if ready:
-        study.write()  # from here on the folder belongs to this model and recipe
-        foretell(study, model, list(ready.values()))
+        study.write()  # from here on the folder is of this model and recipe
+        print_estimate(study, model, list(ready.values()))
     for number, (task, data) in enumerate(ready.items(), 1):
         study.run(task, data, f"[{number}/{len(ready)}]")
     return study
 
 
-def lack(root: Path, task: Task, lists: list[str]) -> str:
-    if not (root / task.name).is_dir():
-        return "is not there"
-    return f"has no {' and no '.join(f'{name}.txt' for name in lists)}"
+def describe_missing(folder: Path, lists: list[str]) -> str:
+    if not folder.is_dir():
+        return f"{folder} is missing"
+    return f"{folder} has no {' and no '.join(f'{name}.txt' for name in lists)}"
 
 
 def base_recipe(weights: str, model: Model, steps: int, settings: tuple[str, ...]) -> Recipe:
-    """The paper's recipe for these weights and this length: its warm-up is a fifth of the run."""
+    """The paper's recipe for these weights and this length: its warm-up is at most a fifth of the run."""
     for pair in settings:
-        if (key := pair.partition("=")[0]) in DECIDED:
+        if (key := pair.partition("=")[0]) in FIXED:
             how = "--steps" if key in ("steps", "epochs") else "--data and --tasks" if key == "data" else "the study"
-            raise UserError(f"'{key}' is not yours to set here: {how} says it")
+            raise UserError(f"'{key}' cannot be set here: {how} sets it")
     if steps < 1:
         raise UserError(f"--steps must be at least 1, not {steps}")
     paper = find("vtab-finetune").recipe
@@ -283,25 +270,22 @@ def base_recipe(weights: str, model: Model, steps: int, settings: tuple[str, ...
         warmup=min(paper.warmup, steps // 5),
         evaluate_every=steps,  # once, at the end: the test set chooses nothing
         image_size=higher((1, 1), stride(model)),
-        preprocess=square(model.card.preprocess),
+        preprocess=stretch(model.card.preprocess),
     )
     return override(recipe, settings)
 
 
-def square(preprocess: Preprocess) -> Preprocess:
-    """The weights' colors, and the whole picture as a square: nothing at its rim is lost in a test."""
+def stretch(preprocess: Preprocess) -> Preprocess:
+    """Keep the weights' normalization and stretch the complete image to a square, so that tests crop nothing."""
     return dataclasses.replace(preprocess, fit="stretch", crop=CROP)
 
 
-def foretell(study: Study, model: Model, todo: list[Data]) -> None:
-    """How long it will take, by the first task."""
+def print_estimate(study: Study, model: Model, todo: list[Data]) -> None:
+    """Print how long the tasks will take, estimated from the first."""
     recipe = study.recipe
     device = pick_device(recipe.device)
     model.resize(recipe.image_size)
     seconds = run_seconds(recipe, model, todo[0], device) * len(todo) * (1 + len(study.rates))
     what = "1 task" if len(todo) == 1 else f"{len(todo)} tasks"
-    size = f"{recipe.image_size[0]}x{recipe.image_size[1]} px"
-    study.say(
-        f"{what} of {recipe.steps} steps, batch {recipe.batch}, {size}: about {duration(seconds)} on this "
-        f"{machine(device)}"
-    )
+    what += f" of {recipe.steps} steps, batch {recipe.batch}, {recipe.image_size[0]}x{recipe.image_size[1]} px"
+    study.print(f"{what}: about {duration(seconds)} on this {machine(device)}")

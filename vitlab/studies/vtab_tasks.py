@@ -1,4 +1,4 @@
-"""The 19 tasks of VTAB-1k, and their data as the public mirrors for PyTorch lay it out: images and lists.
+"""The 19 tasks of VTAB-1k, and their data in the layout of the public mirrors for PyTorch: images and lists.
 
 ROOT/dtd/train800val200.txt      lines such as "images/banded_0002.jpg 0": a path below ROOT/dtd, and a class
 ROOT/dtd/test.txt
@@ -19,7 +19,7 @@ from vitlab.data.folder import FileSource
 from vitlab.data.rng import SUBSET, Ints, keys
 from vitlab.data.source import Data
 from vitlab.errors import UserError
-from vitlab.files import write_text
+from vitlab.files import read_text, write_text
 from vitlab.text import listed
 
 Group = Literal["natural", "specialized", "structured"]
@@ -30,7 +30,7 @@ SIZES = {TRAIN: 800, VALIDATION: 200, BOTH: 1000}  # images of the benchmark's l
 
 @dataclass(frozen=True)
 class Task:
-    """A task: its folder's name, how many classes and test images it has, and which changes leave its labels true."""
+    """A task: its folder's name, how many classes and test images it has, and which augmentations keep its labels."""
 
     name: str
     group: Group
@@ -53,7 +53,7 @@ TASKS = (
     Task("oxford_iiit_pet", "natural", "breeds of cats and dogs", 37, 3_669, f"{VGG}/pets"),
     Task("sun397", "natural", "scenes", 397, 21_750, "vision.princeton.edu/projects/2010/SUN"),
     Task("svhn", "natural", "digits of house numbers", 10, 26_032, "ufldl.stanford.edu/housenumbers", flip=False),
-    Task("patch_camelyon", "specialized", "tumour in tissue", 2, 32_768, "github.com/basveeling/pcam"),
+    Task("patch_camelyon", "specialized", "tumor in tissue", 2, 32_768, "github.com/basveeling/pcam"),
     Task("eurosat", "specialized", "use of land, from a satellite", 10, 5_400, "github.com/phelber/EuroSAT"),
     Task("resisc45", "specialized", "scenes from the air", 45, 6_300, "gcheng-nwpu.github.io, NWPU-RESISC45"),
     Task(
@@ -76,30 +76,30 @@ TASKS = (
 
 
 def choose(words: str) -> tuple[Task, ...]:
-    """Tasks by name or group, comma-separated, in the benchmark's order; "all" is all of them."""
-    wanted: set[str] = set()
+    """Select tasks by name or group, comma-separated, in the benchmark's order; "all" is all of them."""
+    chosen: set[str] = set()
     known = ["all", *GROUPS, *(task.name for task in TASKS)]
     for word in words.split(","):
         if word.strip() not in known:
             near = difflib.get_close_matches(word.strip(), known, 1, 0.5)
             hint = f"did you mean '{near[0]}'?" if near else f"there are {listed(known)}"
             raise UserError(f"there is no task '{word.strip()}'; {hint}")
-        wanted.add(word.strip())
-    return tuple(task for task in TASKS if wanted & {"all", task.group, task.name})
+        chosen.add(word.strip())
+    return tuple(task for task in TASKS if chosen & {"all", task.group, task.name})
 
 
 # ---- lists
 
 
-def missing(root: Path, task: Task, *, tuning: bool = False) -> list[str]:
-    """The lists that are not there."""
+def missing_lists(root: Path, task: Task, *, tuning: bool = False) -> list[str]:
+    """Return the names of the lists that a task lacks."""
     names = [TEST, *([TRAIN, VALIDATION] if tuning or not (root / task.name / f"{BOTH}.txt").is_file() else [])]
     lacking = [name for name in names if not (root / task.name / f"{name}.txt").is_file()]
     return [BOTH, TEST] if not (root / task.name).is_dir() else lacking
 
 
 def open_task(root: Path, task: Task, *, tuning: bool = False) -> Data:
-    """A task's data: 1,000 images to train on and the test set; while tuning, 800 and 200 of the 1,000."""
+    """Open a task's data: 1,000 images to train on and the test set; for tuning, 800 and 200 of the 1,000."""
     folder = root / task.name
     if tuning:
         return Data(f"{task.name}, tuning", read_lists(folder, task, TRAIN), read_lists(folder, task, VALIDATION))
@@ -108,7 +108,7 @@ def open_task(root: Path, task: Task, *, tuning: bool = False) -> Data:
 
 
 def read_lists(folder: Path, task: Task, *names: str) -> FileSource:
-    """The images of one or more lists, every one of them there."""
+    """Open the images of one or more lists; a missing file is a UserError."""
     pairs = [pair for name in names for pair in read_list(folder / f"{name}.txt", task.classes)]
     gone = [path for path, _ in pairs if not (folder / path).is_file()]
     if gone:
@@ -121,13 +121,9 @@ def read_lists(folder: Path, task: Task, *names: str) -> FileSource:
 
 
 def read_list(path: Path, classes: int) -> list[tuple[str, int]]:
-    """(path, label) of every line; spaces in paths are theirs."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    """Read (path, label) of every line; paths may contain spaces."""
     pairs = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         words = line.rsplit(maxsplit=1)
         if not words:
             continue
@@ -149,10 +145,10 @@ def write_lists(
     *,
     test: tuple[Sequence[str], Sequence[int]] | None = None,
 ) -> None:
-    """Make a task's four lists from images (paths below `folder`) and their labels.
+    """Write a task's four lists from images (paths below `folder`) and their labels.
 
-    1,000 images are drawn by a hash of the seed and of their place in the sorted paths, so the order they are given
-    in changes nothing. The rest is the test list, unless the set has a test split of its own: give that as `test`.
+    1,000 images are drawn by a hash of the seed and of their place in the sorted paths, so the order of `paths` does
+    not matter. The rest is the test list, unless the data set has its own test split, to be given as `test`.
     """
     if len(paths) != len(labels) or len(set(paths)) != len(paths):
         raise UserError(f"write_lists needs a label for every path and every path once; {len(paths)} and {len(labels)}")
@@ -161,11 +157,11 @@ def write_lists(
     order = np.argsort(np.array(paths), kind="stable")
     drawn = order[np.argsort(keys(seed, SUBSET, np.arange(len(paths))), kind="stable")]
     cuts = {TRAIN: slice(0, 800), VALIDATION: slice(800, 1000), BOTH: slice(0, 1000)}
-    lists = {name: pick(paths, labels, drawn[cut]) for name, cut in cuts.items()}
-    lists[TEST] = pick(paths, labels, drawn[1000:]) if test is None else sorted(zip(*test, strict=True))
+    lists = {name: sorted_pairs(paths, labels, drawn[cut]) for name, cut in cuts.items()}
+    lists[TEST] = sorted_pairs(paths, labels, drawn[1000:]) if test is None else sorted(zip(*test, strict=True))
     for name, pairs in lists.items():
         write_text(folder / f"{name}.txt", "".join(f"{path} {int(label)}\n" for path, label in pairs))
 
 
-def pick(paths: Sequence[str], labels: Sequence[int], index: Ints) -> list[tuple[str, int]]:
+def sorted_pairs(paths: Sequence[str], labels: Sequence[int], index: Ints) -> list[tuple[str, int]]:
     return sorted((paths[i], int(labels[i])) for i in index.tolist())

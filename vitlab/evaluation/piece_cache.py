@@ -1,0 +1,122 @@
+"""A cache of extracted values in pieces: files of some hundred consecutive images each.
+
+A piece's file appears complete or not at all. Its name is a hash of the model and of its images, so the pieces of many
+models and data sets share a folder and are never mixed up. They may be deleted at any time.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from vitlab.data.images import BrokenImage
+from vitlab.data.source import ImageSource
+from vitlab.errors import UserError
+from vitlab.files import atomic_file
+from vitlab.models.variants import Model
+from vitlab.settings import to_json
+from vitlab.text import brief
+
+What = Literal["features", "logits"]
+Values = NDArray[np.float32]
+
+log = logging.getLogger("vitlab")
+
+SUFFIX = ".safetensors"
+
+
+def model_key(model: Model, what: What, half: bool) -> str:
+    """Hash everything about a model that its values depend on: weights, settings, preprocessing and precision."""
+    about = [to_json(model.config), to_json(model.card.preprocess), what, "bf16" if half else "full"]
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        plain = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
+        digest.update(plain.view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:12]
+
+
+class PieceCache:
+    """The finished pieces of one model and one source in a folder."""
+
+    def __init__(self, folder: Path, model: str, source: ImageSource) -> None:
+        self.folder, self.model, self.source = folder, model, source
+        self.paths: dict[range, Path] = {}  # hashed before the images are read, so that a later change is noticed
+        try:
+            folder.mkdir(parents=True, exist_ok=True)  # now, rather than after the first piece's work
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise UserError(f"nothing can be kept in the folder {folder}: {brief(error)}; name another") from None
+        others = any(not path.name.startswith(model) for path in folder.glob(f"*{SUFFIX}"))
+        if others and not any(folder.glob(f"{model}-*{SUFFIX}")):
+            log.info("the files in %s are of other weights or settings; they stay, and are not used", folder)
+
+    def path(self, span: range) -> Path:
+        if span not in self.paths:
+            self.paths[span] = self.piece_path(span)
+        return self.paths[span]
+
+    def piece_path(self, span: range) -> Path:
+        """Hash the names and labels of a piece's images with the files' sizes and times, as their content may change.
+
+        Where names are not files, the pixels of the first image are hashed instead.
+        """
+        digest = hashlib.sha256(self.source.labels[span.start : span.stop].tobytes())
+        files = True
+        for index in span:
+            name = self.source.name(index)
+            digest.update(f"{name}\0{(state := file_state(name))}\0".encode(errors="surrogatepass"))
+            files = files and state != ""
+        if not files and self.source.groups is None:  # reading one image of a group may mean reading them all
+            try:
+                digest.update(self.source.image(span.start).tobytes())
+            except BrokenImage as broken:
+                digest.update(broken.why.encode())  # the loader will raise the error
+        return self.folder / f"{self.model}-{digest.hexdigest()[:24]}{SUFFIX}"
+
+    def read(self, span: range, values: Values, advance: Callable[[int], None]) -> bool:
+        """Copy a piece from its file into its rows of `values`; False if the file is missing or damaged."""
+        path = self.path(span)
+        if not path.exists():
+            return False
+        target = values[span.start : span.stop]
+        try:
+            with safe_open(path, "np") as file:
+                piece, expected = file.get_tensor("values"), (file.metadata() or {}).get("sha256")
+        except (SafetensorError, OSError):
+            piece, expected = np.empty(0, np.float32), None
+        if piece.shape != target.shape or piece.dtype != np.float32 or checksum(piece) != expected:
+            log.warning("%s is damaged; its images are computed again", path)
+            return False
+        target[:] = piece
+        advance(len(span))
+        return True
+
+    def write(self, span: range, values: Values) -> None:
+        piece = values[span.start : span.stop]
+        with atomic_file(self.path(span)) as file:
+            file.write(save({"values": piece}, {"sha256": checksum(piece)}))
+
+
+def file_state(name: str) -> str:
+    """A file's size and time of change; "" where the name is not a file's."""
+    try:
+        stat = os.stat(name)
+    except (OSError, ValueError):
+        return ""
+    return f"{stat.st_size} {stat.st_mtime_ns}"
+
+
+def checksum(values: Values) -> str:
+    return hashlib.sha256(values.tobytes()).hexdigest()

@@ -1,0 +1,133 @@
+"""The result of evaluating a model on a data set: scores and predictions, as tables, as JSON and as files.
+
+Shapes: n images, K classes of the model, B bins.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitlab.data.rng import Floats, Ints
+from vitlab.evaluation.real import Real
+from vitlab.evaluation.scores import Calibration, ClassRow, Rate, per_class, wilson
+from vitlab.files import write_text
+
+PAIRS = 20  # most confused pairs that are kept
+
+
+@dataclass(frozen=True)
+class RealScore:
+    """ReaL: the counts, the accuracy, and how many of the data set's own labels are in their image's list."""
+
+    counts: Real
+    accuracy: Rate
+    own: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Predictions and scores of a model on a data set; classes are in the model's order."""
+
+    names: tuple[str, ...]  # (K,)
+    note: str  # how the data set's classes were matched to the model's
+    files: tuple[str, ...]  # (n,)
+    labels: Ints  # (n,)
+    guesses: Ints  # (n,) predicted classes
+    confidence: Floats  # (n,) the probability of the predicted class
+    top1: Rate
+    top5: Rate | None  # None where there are five classes or fewer
+    matrix: NDArray[np.int64]  # (K, K), rows: labels
+    calibration: Calibration
+    calibration_error: Rate
+    real: RealScore | None
+
+    @property
+    def classes(self) -> list[ClassRow]:
+        return per_class(self.matrix, self.names)
+
+    @property
+    def confused(self) -> list[tuple[str, str, int]]:
+        """(label, prediction, images) of the pairs of classes that are confused most often."""
+        wrong = self.matrix - np.diag(np.diagonal(self.matrix))
+        order = np.argsort(-wrong, axis=None, kind="stable")[:PAIRS]
+        pairs = [divmod(i, len(wrong)) for i in order.tolist()]
+        return [(self.names[i], self.names[j], int(wrong[i, j])) for i, j in pairs if wrong[i, j]]
+
+    def class_table(self) -> list[dict[str, Any]]:
+        """One dict per class with its rates and their intervals: lowest recall first, classes without images last."""
+        rows, guessed, correct = self.classes, self.matrix.sum(0), np.diagonal(self.matrix)
+        recall, precision = wilson(correct, self.matrix.sum(1)), wilson(correct, guessed)
+        worst = sorted(range(len(rows)), key=lambda i: (rows[i].recall is None, rows[i].recall, -rows[i].images))
+        return [
+            {"number": i, "class": rows[i].name, "images": rows[i].images, "guessed": int(guessed[i])}
+            | {"correct": rows[i].correct, **rate_columns("recall", rows[i].recall, recall[i])}
+            | rate_columns("precision", rows[i].precision, precision[i])
+            for i in worst
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """All scores as plain JSON; the confusion matrix as [label, prediction, images] of its nonzero entries."""
+        rows, columns = np.nonzero(self.matrix)
+        entries = zip(rows.tolist(), columns.tolist(), self.matrix[rows, columns].tolist(), strict=True)
+        real = self.real
+        return {
+            "images": len(self.labels),
+            "classes": list(self.names),
+            "matched": self.note,
+            "top1": asdict(self.top1),
+            "top5": None if self.top5 is None else asdict(self.top5),
+            "calibration_error": asdict(self.calibration_error),
+            "real": None if real is None else {**vars(real.counts), "own": real.own} | asdict(real.accuracy),
+            "calibration": bins_to_json(self.calibration),
+            "per_class": self.class_table(),
+            "confused": [list(pair) for pair in self.confused],
+            "confusion": [list(entry) for entry in entries],
+        }
+
+    def write_json(self, path: Path, about: dict[str, Any]) -> None:
+        """Write all scores to a file, after the entries of `about`, which describe the model and the data."""
+        write_text(path, json.dumps({**about, **self.to_json()}, allow_nan=False) + "\n")
+
+    def write_results(self, folder: Path, about: dict[str, Any]) -> None:
+        """Write scores.json, per_class.csv, predictions.csv, confusion.png and calibration.png into a folder."""
+        from vitlab.plots import scores, style
+
+        self.write_json(folder / "scores.json", about)
+        table = self.class_table()
+        write_text(folder / "per_class.csv", csv_text(table[0], (row.values() for row in table)))
+        truth, guess = ([self.names[i] for i in index.tolist()] for index in (self.labels, self.guesses))
+        rows = zip(self.files, truth, guess, (f"{value:.6f}" for value in self.confidence), strict=True)
+        write_text(folder / "predictions.csv", csv_text(("image", "truth", "guess", "confidence"), rows))
+        style.write(scores.confusion_figure(self.matrix, self.names), folder / "confusion")
+        style.write(scores.calibration_figure(**vars(self.calibration)), folder / "calibration")
+
+
+def rate_columns(name: str, value: float | None, interval: Floats) -> dict[str, float | None]:
+    low, high = interval
+    return {name: value, f"{name}_low": nan_to_none(low), f"{name}_high": nan_to_none(high)}
+
+
+def bins_to_json(c: Calibration) -> list[dict[str, float | int | None]]:
+    bins, mean, right = len(c.count), [*map(nan_to_none, c.confidence)], [*map(nan_to_none, c.accuracy)]
+    return [
+        {"from": b / bins, "to": (b + 1) / bins, "images": int(n), "confidence": mean[b], "accuracy": right[b]}
+        for b, n in enumerate(c.count)
+    ]
+
+
+def nan_to_none(value: float) -> float | None:
+    """JSON has no nan."""
+    return None if np.isnan(value) else float(value)
+
+
+def csv_text(heading: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([heading, *rows])
+    return text.getvalue()
