@@ -6,14 +6,16 @@ of our own, `markup=True`.
 """
 
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+from rich import progress as bars
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+Item = TypeVar("Item")
 JOINERS = "\u200c\u200d"  # invisible, harmless, and part of words in Persian and of emoji
 
 
@@ -47,10 +49,16 @@ def warn(line: str) -> None:
 
 
 @contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+def progress(title: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal, nothing elsewhere; call what it gives with the images that are done."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task(title, total=total)
         yield lambda images: bar.advance(task, images)
+
+
+def track(items: Iterable[Item], title: str, total: int | None = None) -> Iterator[Item]:
+    """Yield the items, with a transient bar on the standard error where that is a terminal."""
+    console = Console(stderr=True)
+    yield from bars.track(items, title, total, console=console, transient=True, disable=not console.is_terminal)
