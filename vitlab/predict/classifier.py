@@ -4,7 +4,6 @@ Shapes: b images, h and w the model's height and width, K classes.
 """
 
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from vitlab.data.images import BrokenImage, decode
 from vitlab.data.transforms import eval_pixels, normalize
 from vitlab.device import has_bf16, pick_device
 from vitlab.errors import UserError
+from vitlab.html import bar_table
 from vitlab.models.config import Preprocess
 from vitlab.models.variants import Model
 from vitlab.weights import load
@@ -50,12 +50,7 @@ class Prediction:
 
     def _repr_html_(self) -> str:
         """A table with a bar for each class, for notebooks."""
-        bar = '<div style="width:{:.1f}px;height:0.8em;background:#0072b2"></div>'
-        rows = "".join(
-            f"<tr><td>{escape(label)}</td><td>{value:.1%}</td><td>{bar.format(100 * value)}</td></tr>"
-            for label, value in self.top
-        )
-        return f"<table><caption>{escape(self.file)}</caption>{rows}</table>"
+        return bar_table(self.file, self.top)
 
 
 class Classifier:
@@ -94,7 +89,7 @@ class Classifier:
         """The `top` most probable classes of one image, or all where there are fewer.
 
         Args:
-            image: a PIL image, or the path of a file. Both are turned as their EXIF data says.
+            image: a PIL image, or the path of a file. Both are rotated by their EXIF orientation.
             top: how many classes.
 
         Raises:

@@ -90,7 +90,7 @@ def write_stream(
 ) -> int:
     """Write batch after batch; the first process writes the header, together with the first prediction.
 
-    Returns the number of the signal that asked to stop, which waits for the end of a batch, or 0.
+    Returns the number of the signal that requested a stop, which waits for the end of a batch, or 0.
     """
     head = form.head() if rank == 0 else ""
     shown = rank == 0 and not file.isatty()
