@@ -35,7 +35,7 @@ LABELS = ("cat", "dog, small", "고양이", 'a "quoted" one', "emu")
 HOW = Preprocess((0.4, 0.5, 0.6), (0.2, 0.3, 0.25), "bilinear", "crop", 0.8)
 
 
-def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:
+def random_image(seed: int, width: int = 40, height: int = 30) -> Image.Image:
     coarse = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -55,7 +55,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("b", "a"):
         (root / folder).mkdir()
         for i in range(7):
-            picture(10 * ord(folder) + i).save(root / folder / f"{i:02d}.png")
+            random_image(10 * ord(folder) + i).save(root / folder / f"{i:02d}.png")
     (root / "a" / "03x.jpg").write_text("this is a letter")
     (root / "b" / "05x.png").write_bytes(b"")
     (root / "notes.txt").write_text("holiday")
@@ -70,7 +70,7 @@ def good(photos: Path) -> list[str]:
 @pytest.fixture
 def cli(command: Command) -> Command:
     """Run a command in this process: (exit code, standard output, standard error)."""
-    return lambda *words: command(*map(str, words))
+    return lambda *arguments: command(*map(str, arguments))
 
 
 def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
@@ -101,7 +101,7 @@ def reference(run: str, image: Image.Image) -> NDArray[np.float64]:
 @pytest.mark.parametrize("size", [(40, 30), (30, 40), (16, 16), (5, 7), (300, 20)])
 def test_pixels_and_probabilities_match_a_numpy_reference(run: str, size: tuple[int, int]) -> None:
     classifier = Classifier(run, "cpu")
-    image = picture(3, *size)
+    image = random_image(3, *size)
     pixels = classifier.pixels(image)
     assert pixels.shape == (3, 16, 16)
     assert pixels.dtype == torch.uint8
@@ -136,11 +136,11 @@ def test_predict_takes_a_path_or_an_image(run: str, photos: Path) -> None:
     path = photos / "a" / "02.png"
     classifier = Classifier(run, "cpu")
     got = classifier.predict(path, top=2)
-    wanted = reference(run, Image.open(path))
-    order = np.argsort(-wanted)[:2]
+    expected = reference(run, Image.open(path))
+    order = np.argsort(-expected)[:2]
     assert (got.file, got.label) == (str(path), LABELS[order[0]])
     assert got.labels == tuple(LABELS[i] for i in order)
-    np.testing.assert_allclose(got.probabilities, wanted[order], atol=1e-5)
+    np.testing.assert_allclose(got.probabilities, expected[order], atol=1e-5)
     assert got.top == list(zip(got.labels, got.probabilities, strict=True))
     assert classifier.predict(Image.open(path), top=2) == got
     assert Classifier(vitlab.load(run), "cpu").predict(str(path), top=2) == got
@@ -177,8 +177,8 @@ def test_files_keep_the_order_of_arguments_and_are_sorted_within_a_folder(photos
     a, b = ([str(photos / folder / f"{i:02d}.png") for i in range(7)] for folder in "ab")
     a.insert(4, str(photos / "a" / "03x.jpg"))
     b.insert(6, str(photos / "b" / "05x.png"))
-    wanted = [b[-1], *a, *b[:-1]]
-    assert [found.name(i) for i in range(len(found))] == wanted
+    expected = [b[-1], *a, *b[:-1]]
+    assert [found.name(i) for i in range(len(found))] == expected
 
 
 def test_patterns_are_recursive_and_match_only_images(photos: Path) -> None:
@@ -212,19 +212,19 @@ def test_a_folder_without_images(tmp_path: Path) -> None:
 
 
 def test_images_of_every_kind(run: str, tmp_path: Path, cli: Command) -> None:
-    upright = picture(5, 48, 32)
+    upright = random_image(5, 48, 32)
     turned = upright.transpose(Image.Transpose.ROTATE_90)
     exif = Image.Exif()
     exif[0x0112] = 6  # to be shown turned right
     upright.save(tmp_path / "a.png")
     turned.save(tmp_path / "b.png", exif=exif)
-    grey = upright.convert("L")
-    grey.convert("RGB").save(tmp_path / "c.png")
-    Image.fromarray(np.asarray(grey).astype(np.uint16) * 257).save(tmp_path / "d.png")  # 16 bits
+    gray = upright.convert("L")
+    gray.convert("RGB").save(tmp_path / "c.png")
+    Image.fromarray(np.asarray(gray).astype(np.uint16) * 257).save(tmp_path / "d.png")  # 16 bits
     few = upright.quantize(8)
     few.save(tmp_path / "e.png")  # a palette
     few.convert("RGB").save(tmp_path / "f.png")
-    frames = [few, picture(6, 48, 32).quantize(8)]
+    frames = [few, random_image(6, 48, 32).quantize(8)]
     frames[0].save(tmp_path / "g.gif", save_all=True, append_images=frames[1:])
     upright.convert("CMYK").save(tmp_path / "h.tif")
     code, out, _ = cli("predict", run, tmp_path, "--json", "--top-k", 5)
@@ -254,10 +254,10 @@ def test_predictions_do_not_depend_on_the_batch(run: str, photos: Path, batch: i
     assert [prediction.file for prediction in got] == good(photos)
     assert [Path(bad[1]).name for part in every for bad in part.broken] == ["03x.jpg", "05x.png"]
     for prediction in got:
-        wanted = reference(run, Image.open(prediction.file))
-        order = np.argsort(-wanted)
+        expected = reference(run, Image.open(prediction.file))
+        order = np.argsort(-expected)
         assert prediction.labels == tuple(LABELS[i] for i in order)
-        np.testing.assert_allclose(prediction.probabilities, wanted[order], atol=1e-5)
+        np.testing.assert_allclose(prediction.probabilities, expected[order], atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -300,11 +300,11 @@ def test_the_table_is_aligned_and_broken_files_are_listed_at_the_end(run: str, p
     assert head.split() == ["image", "class", "probability", "then"]
     assert len(lines) == 14
     for name, line in zip(good(photos), lines, strict=True):
-        wanted = reference(run, Image.open(name))
-        first, second = np.argsort(-wanted)[:2]
+        expected = reference(run, Image.open(name))
+        first, second = np.argsort(-expected)[:2]
         assert f"{LABELS[first]} " in line
-        assert line.endswith(f"{LABELS[second]} {wanted[second]:.1%}")
-        shown = line.index(f" {wanted[first]:.1%}  ") + len(f" {wanted[first]:.1%}")
+        assert line.endswith(f"{LABELS[second]} {expected[second]:.1%}")
+        shown = line.index(f" {expected[first]:.1%}  ") + len(f" {expected[first]:.1%}")
         assert cell_len(line[:shown]) == head.index("probability") + len("probability")
     assert "2 of 16 files could not be read" in err
     assert "03x.jpg: it is not an image of a known kind" in err
@@ -316,11 +316,11 @@ def test_csv_is_what_the_csv_module_reads(run: str, photos: Path, cli: Command) 
     assert code == 0
     assert [row["path"] for row in rows] == good(photos)
     for row in rows:
-        wanted = reference(run, Image.open(row["path"]))
-        order = np.argsort(-wanted)[:3]
+        expected = reference(run, Image.open(row["path"]))
+        order = np.argsort(-expected)[:3]
         assert [row["class"], row["class_2"], row["class_3"]] == [LABELS[i] for i in order]
         got = [float(row[key]) for key in ("probability", "probability_2", "probability_3")]
-        np.testing.assert_allclose(got, wanted[order], atol=1e-6)
+        np.testing.assert_allclose(got, expected[order], atol=1e-6)
 
 
 def test_json_is_one_object_a_line_with_at_most_all_classes(run: str, photos: Path, cli: Command) -> None:
@@ -364,7 +364,7 @@ def test_nothing_readable_is_an_error_and_leaves_nothing(run: str, photos: Path,
 def test_names_with_line_breaks_or_in_other_encodings(run: str, tmp_path: Path, cli: Command) -> None:
     names = [b"two\nlines.png", b"caf\xe9.png"]  # the second is Latin-1
     for name in names:
-        picture(1).save(os.path.join(os.fsencode(tmp_path), name), format="PNG")
+        random_image(1).save(os.path.join(os.fsencode(tmp_path), name), format="PNG")
     _, out, _ = cli("predict", run, tmp_path)
     assert len(out.splitlines()) == 3
     code, out, _ = cli("predict", run, tmp_path, "--json")
@@ -384,13 +384,13 @@ def test_choose_one_format(run: str, photos: Path, cli: Command) -> None:
 
 def test_standard_input(run: str, photos: Path, cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     data = (photos / "a" / "02.png").read_bytes()
-    _, wanted, _ = cli("predict", run, photos / "a" / "02.png", "--json")
+    _, expected, _ = cli("predict", run, photos / "a" / "02.png", "--json")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     code, out, _ = cli("predict", run, "-", "--json")
     assert code == 0
     got = json.loads(out)
     assert got["path"] == "-"
-    assert same(got["classes"], json.loads(wanted)["classes"])
+    assert same(got["classes"], json.loads(expected)["classes"])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     monkeypatch.setattr(web, "LARGEST", 100)
     code, _, err = cli("predict", run, "-")
@@ -438,8 +438,8 @@ def test_urls_are_fetched_only_when_allowed(run: str, photos: Path, site: str, c
         "predict", run, f"{site}/a/02.png", f"{site}/no.png", f"{site}/away.png", "--allow-url", "--json"
     )
     assert code == 0
-    _, wanted, _ = cli("predict", run, photos / "a" / "02.png", "--json")
-    assert same(json.loads(out)["classes"], json.loads(wanted)["classes"])
+    _, expected, _ = cli("predict", run, photos / "a" / "02.png", "--json")
+    assert same(json.loads(out)["classes"], json.loads(expected)["classes"])
     assert "2 of 3 files could not be read" in err
     assert "HTTP Error 404" in err
     assert "/away.png: " in err
@@ -466,8 +466,8 @@ def check_parts(folder: Path) -> None:
     assert len(parts[0]) == 1 + 7
     joined = parts[0] + parts[1]
     assert [row[:2] for row in joined] == [row[:2] for row in one]
-    got, wanted = (np.array([float(row[2]) for row in rows[1:]]) for rows in (joined, one))
-    np.testing.assert_allclose(got, wanted, atol=1e-5)
+    got, expected = (np.array([float(row[2]) for row in rows[1:]]) for rows in (joined, one))
+    np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_the_files_of_several_processes_join_to_one(
@@ -486,21 +486,21 @@ def test_the_files_of_several_processes_join_to_one(
 def test_torchrun(run: str, photos: Path, tmp_path: Path, cli: Command) -> None:
     cli("predict", run, photos, "--out", tmp_path / "one.csv", "--device", "cpu")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    words = ["predict", run, photos, "--out", tmp_path / "x.csv", "--device", "cpu"]
-    done = subprocess.run([*command, VITLAB, *words], capture_output=True, text=True, timeout=120)
+    arguments = ["predict", run, photos, "--out", tmp_path / "x.csv", "--device", "cpu"]
+    done = subprocess.run([*command, VITLAB, *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     check_parts(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"), [([], "name a file with --out"), (["-", "--out", "x.csv"], "instead of '-'")]
+    ("arguments", "message"), [([], "name a file with --out"), (["-", "--out", "x.csv"], "instead of '-'")]
 )
 def test_processes_do_not_share_streams(
-    run: str, photos: Path, words: list[str], message: str, cli: Command, monkeypatch: pytest.MonkeyPatch
+    run: str, photos: Path, arguments: list[str], message: str, cli: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x")))
-    code, _, err = cli("predict", run, photos, *words)
+    code, _, err = cli("predict", run, photos, *arguments)
     assert code == 1
     assert message in err
 

@@ -17,7 +17,7 @@ from vitlab.predict import web
 Respond = Callable[[bytes], Iterator[bytes]]
 
 
-def picture() -> bytes:
+def png_bytes() -> bytes:
     data = io.BytesIO()
     Image.new("RGB", (9, 7), "red").save(data, "PNG")
     return data.getvalue()
@@ -67,10 +67,10 @@ def test_an_image_and_its_request(serve: Callable[[Respond], str]) -> None:
 
     def respond(request: bytes) -> Iterator[bytes]:
         requests.append(request)
-        yield http_response("200 OK", picture())
+        yield http_response("200 OK", png_bytes())
 
     host = serve(respond)
-    assert web.fetch(f"http://{host}/a b/고양이.png?q=é&r=1#part") == picture()
+    assert web.fetch(f"http://{host}/a b/고양이.png?q=é&r=1#part") == png_bytes()
     first, *headers = requests[0].decode().split("\r\n")
     assert first == "GET /a%20b/%EA%B3%A0%EC%96%91%EC%9D%B4.png?q=%C3%A9&r=1 HTTP/1.1"
     assert f"Host: {host}" in headers
@@ -92,7 +92,7 @@ def test_a_redirection_to_this_machine_is_refused(serve: Callable[[Respond], str
 
     def secret(request: bytes) -> Iterator[bytes]:
         reached.append(request)
-        yield http_response("200 OK", picture())
+        yield http_response("200 OK", png_bytes())
 
     port = serve(secret).rpartition(":")[2]
     host = serve(lambda _: iter([http_response("302 Found", b"", "Location: " + location.format(port=port))]))
@@ -104,13 +104,13 @@ def test_a_typed_server_may_redirect_to_itself_a_few_times(serve: Callable[[Resp
     def respond(request: bytes) -> Iterator[bytes]:
         step = int(request.split()[1].strip(b"/"))
         yield (
-            http_response("200 OK", picture())
+            http_response("200 OK", png_bytes())
             if step == 0
             else http_response("301 Moved", b"", f"Location: /{step - 1}")
         )
 
     host = serve(respond)
-    assert web.fetch(f"http://{host}/5") == picture()
+    assert web.fetch(f"http://{host}/5") == png_bytes()
     assert "redirected more than 5 times" in reason(f"http://{host}/6")
 
 
@@ -130,7 +130,7 @@ def test_a_name_that_resolves_to_this_machine_is_refused() -> None:
 
 def test_a_name_is_resolved_once(serve: Callable[[Respond], str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The address that was checked is the one connected to; a second DNS answer could differ."""
-    port = int(serve(lambda _: iter([http_response("200 OK", picture())])).rpartition(":")[2])
+    port = int(serve(lambda _: iter([http_response("200 OK", png_bytes())])).rpartition(":")[2])
     real = socket.getaddrinfo
     names: list[str] = []
 
@@ -139,7 +139,7 @@ def test_a_name_is_resolved_once(serve: Callable[[Respond], str], monkeypatch: p
         return real("127.0.0.1", port, type=socket.SOCK_STREAM)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolver)
-    assert web.fetch(f"http://localhost:{port}/") == picture()
+    assert web.fetch(f"http://localhost:{port}/") == png_bytes()
     assert names == ["localhost"]
 
 
@@ -173,7 +173,7 @@ def silence(_: bytes) -> Iterator[bytes]:
 def test_one_timeout_for_everything(
     serve: Callable[[Respond], str], monkeypatch: pytest.MonkeyPatch, respond: Respond, scheme: str
 ) -> None:
-    monkeypatch.setattr(web, "TIMEOUT", 0.4)
+    monkeypatch.setattr(web, "TIMEOUT", 0.2)
     host = serve(respond)
     start = time.monotonic()
     message = reason(f"{scheme}://{host}/")
