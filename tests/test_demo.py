@@ -35,7 +35,7 @@ def printed(console: Console) -> str:
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the demo's model, cut short."""
     folder = tmp_path_factory.mktemp("demo") / "run"
-    short = dataclasses.replace(find("digits").recipe, steps=30, warmup=5)
+    short = dataclasses.replace(find("digits").recipe, steps=8, warmup=1)
     train(short, folder, console=Console(quiet=True))
     return folder
 

@@ -31,7 +31,7 @@ from vitlab.models.config import Preprocess, ResNetConfig
 from vitlab.models.variants import build, configure
 from vitlab.plots.curves import smoothed
 from vitlab.plots.inside import overlay
-from vitlab.report import write_report
+from vitlab.report import make, write_report
 from vitlab.report.describe import describe_recipe, model_name, si_number
 from vitlab.report.history import read_history, training_seconds
 from vitlab.report.images import MOST, worst_mistakes
@@ -354,6 +354,7 @@ def test_a_report_that_cannot_be_written_leaves_nothing(run: Path, monkeypatch: 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
+    monkeypatch.setattr(make, "make_page", lambda *_: "new")
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(UserError, match=r"report\.html cannot be written: No space left on device"):
         write_report(run)

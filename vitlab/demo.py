@@ -66,7 +66,7 @@ def tell(console: Console, out: Path) -> None:
     predict_files(str(out), [str(out / "samples")], kind="table")
     try:
         Gallery(model, out / "inside", FIGURES).write([out / "samples" / "3.png"], lambda line: None)
-    except UserError as error:  # matplotlib is an option
+    except UserError as error:  # matplotlib is optional
         print_line(console, f"no figures: {error}")
     show_end(console, out)
 

@@ -38,6 +38,13 @@ class Comparison:
     title: str
     difference: float
 
+    def line(self, file: str) -> str:
+        """The result as a line to print."""
+        return (
+            f"largest difference between {file}'s logits and the model's: {self.difference:.2g} ({self.images} images "
+            f"of {self.title} at {self.size[0]}x{self.size[1]}, in batches of {' and '.join(map(str, BATCHES))})"
+        )
+
 
 def torch_runner(module: nn.Module) -> Runner:
     @torch.inference_mode()

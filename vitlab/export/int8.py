@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vitlab.errors import UserError
@@ -12,6 +13,7 @@ from vitlab.export import onnx
 from vitlab.export.compare import (
     BATCHES,
     LIMITS,
+    SPEED_BATCH,
     Comparison,
     Runner,
     agreement,
@@ -62,6 +64,25 @@ class Int8Result:
     float_bytes: int
     seconds: tuple[float, float]  # per image, of the float file and of this one
     comparisons: tuple[Comparison, ...]  # of the float file
+
+    def lines(self, size: int) -> list[str]:
+        """The result as lines to print; `size` is the bytes of the file."""
+        floats = ", ".join(self.floats) or "none"
+        before, after = self.seconds
+        where = "" if self.separate else ", including those it was calibrated on"
+        return [
+            f"int8: {self.layers - len(self.floats)} of {self.layers} dense layers; left float: {floats}",
+            f"agreement with float: {self.agreement:.2%} of {self.images} images of {self.title}{where}; "
+            f"largest difference of a logit {self.difference:.2g}",
+            f"size: {megabytes(size)} against {megabytes(self.float_bytes)}, "
+            f"{self.float_bytes / size:.1f} times smaller",
+            f"speed: {1000 * after:.3g} ms an image against {1000 * before:.3g} ms, {before / after:.2f} times as fast "
+            f"(this processor, threads: {torch.get_num_threads()}, batches of {SPEED_BATCH})",
+        ]
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e9:,.3g} GB"
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,23 @@ from vitlab.export.quantize import Scale
 
 def quantize_layers(proto: Any, scales: Mapping[str, Scale]) -> Any:
     """A copy of the graph in which the named layers are int8: inputs as bytes, weights with a scale per output."""
-    from onnx import checker
+    import onnx
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.calibrate import TensorData
     from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+    from onnxruntime.quantization.quant_utils import add_infer_metadata
 
-    products = find_products(proto.graph, scales)
+    new = onnx.ModelProto()
+    new.CopyFrom(proto)
+    add_infer_metadata(new)  # types are in the graph already; else the quantizer would write it to disk to infer them
+    products = find_products(new.graph, scales)
     inputs = {node.input[0]: scales[name] for name, node in products.items()}
     overrides = {
         name: [{"scale": np.array(scale.step, np.float32), "zero_point": np.array(scale.zero, np.uint8)}]
         for name, scale in inputs.items()
     }
     quantizer = QDQQuantizer(
-        proto,
+        new,
         per_channel=True,
         reduce_range=False,
         weight_qType=QuantType.QInt8,
@@ -36,12 +40,12 @@ def quantize_layers(proto: Any, scales: Mapping[str, Scale]) -> Any:
         op_types_to_quantize=["MatMul"],
         extra_options={"OpTypesToExcludeOutputQuantization": ["MatMul"], "TensorQuantOverrides": overrides},
     )
-    new = quantizer.quantize_model()
+    quantizer.quantize_model()
     quantizer.model.topological_sort()
     new.producer_name, new.producer_version = proto.producer_name, proto.producer_version
-    del new.metadata_props[:]  # the quantizer adds a note of its own
+    del new.metadata_props[:]
     new.metadata_props.extend(proto.metadata_props)
-    checker.check_model(new)
+    onnx.checker.check_model(new)
     return new
 
 

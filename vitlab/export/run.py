@@ -10,20 +10,10 @@ from torch import nn
 
 from vitlab.errors import UserError
 from vitlab.export import onnx
-from vitlab.export.compare import (
-    BATCHES,
-    LIMITS,
-    SPEED_BATCH,
-    Comparison,
-    Runner,
-    compare,
-    onnx_runner,
-    status,
-    torch_runner,
-)
+from vitlab.export.compare import LIMITS, Comparison, Runner, compare, onnx_runner, status, torch_runner
 from vitlab.export.graph import export_module
 from vitlab.export.images import open_images
-from vitlab.export.int8 import Int8Request, Int8Result, write_int8
+from vitlab.export.int8 import Int8Request, Int8Result, megabytes, write_int8
 from vitlab.files import atomic_path
 from vitlab.models.variants import Model
 from vitlab.weights import load
@@ -42,15 +32,12 @@ class ExportResult:
 
     def lines(self) -> list[str]:
         """The result as lines to print."""
-        which = "the file's" if self.int8 is None else "the float file's"
-        differences = [
-            f"largest difference between {which} logits and the model's: {each.difference:.2g} "
-            f"({each.images} images of {each.title} at {each.size[0]}x{each.size[1]}, "
-            f"in batches of {' and '.join(map(str, BATCHES))})"
-            for each in self.comparisons
+        file = "the file" if self.int8 is None else "the float file"
+        return [
+            f"{self.path} is written: {megabytes(self.bytes)}",
+            *(each.line(file) for each in self.comparisons),
+            *(self.int8.lines(self.bytes) if self.int8 else []),
         ]
-        more = [] if self.int8 is None else int8_lines(self.int8, self.bytes)
-        return [f"{self.path} is written: {megabytes(self.bytes)}", *differences, *more]
 
 
 def export(
@@ -91,25 +78,6 @@ def export(
                 runner = onnx_runner(path)
         comparisons = compare(runner, model, images, dynamic_size, LIMITS[precision])
         return ExportResult(target, onnx.total_size(path, weights), comparisons)
-
-
-def int8_lines(result: Int8Result, size: int) -> list[str]:
-    floats = ", ".join(result.floats) or "none"
-    before, after = (f"{1000 * seconds:.3g} ms" for seconds in result.seconds)
-    where = "" if result.separate else ", including those it was calibrated on"
-    return [
-        f"int8: {result.layers - len(result.floats)} of {result.layers} dense layers; left float: {floats}",
-        f"agreement with float: {result.agreement:.2%} of {result.images} images of {result.title}{where}; "
-        f"largest difference of a logit {result.difference:.2g}",
-        f"size: {megabytes(size)} against {megabytes(result.float_bytes)}, "
-        f"{result.float_bytes / size:.1f} times smaller",
-        f"speed: {after} an image against {before}, {result.seconds[0] / result.seconds[1]:.2f} times as fast "
-        f"(this processor, threads: {torch.get_num_threads()}, batches of {SPEED_BATCH})",
-    ]
-
-
-def megabytes(size: int) -> str:
-    return f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e9:,.3g} GB"
 
 
 def check_request(target: Path, precision: Precision, calibrate: str | None, least: float) -> None:

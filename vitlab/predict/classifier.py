@@ -3,6 +3,7 @@
 Shapes: b images, h and w the model's height and width, K classes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,7 +107,7 @@ class Classifier:
                 upright = decode(image, file)
         except BrokenImage as broken:
             raise UserError(f"{broken.name} cannot be read: {broken.why}") from None
-        return self.best(self.probabilities(self.pixels(upright)[None])[0], top, file)
+        return self.best(self.probabilities(self.pixels(upright)[None]), top, [file])[0]
 
     def pixels(self, image: Image.Image) -> Tensor:
         """An upright RGB image as bytes (3, h, w), resized and cropped as in evaluation."""
@@ -123,7 +124,8 @@ class Classifier:
         """Probabilities (b, K), of bytes (b, 3, h, w); each row sums to one."""
         return self.logits(pixels).softmax(-1)
 
-    def best(self, probabilities: Tensor, top: int, file: str) -> Prediction:
-        """The `top` classes of one row (K,) of probabilities; of equal ones the first."""
-        values, order = (x[:top].tolist() for x in probabilities.sort(stable=True, descending=True))
-        return Prediction(file, tuple(self.labels[i] for i in order), tuple(values))
+    def best(self, probabilities: Tensor, top: int, files: Sequence[str]) -> list[Prediction]:
+        """The `top` classes of each row of probabilities (b, K), of equal ones the first; `files` name the rows."""
+        values, order = probabilities.sort(stable=True, dim=1, descending=True)
+        rows = zip(files, order[:, :top].tolist(), values[:, :top].tolist(), strict=True)
+        return [Prediction(file, tuple(self.labels[i] for i in best), tuple(value)) for file, best, value in rows]

@@ -58,22 +58,19 @@ def predict_stream(
     device = classifier.device.type
     size = batch or BATCH.get(device, CPU_BATCH)
     batches = [range(start, min(start + size, indices.stop)) for start in range(indices.start, indices.stop, size)]
-    chunk = min(CHUNK, math.ceil(size / max(1, workers)))
-    orders = ([(i, 0) for i in each[at : at + chunk]] for each in batches for at in range(0, len(each), chunk))
+    step = min(CHUNK, math.ceil(size / max(1, workers)))
+    orders = ([(i, 0) for i in each[at : at + step]] for each in batches for at in range(0, len(each), step))
     reader = ImageReader(inputs, classifier.model.config.image_size, classifier.preprocess)
     chunks = read_chunks(reader, orders, workers, PREFETCH, device == "cuda")
     for each in batches:
-        read = list(itertools.islice(chunks, math.ceil(len(each) / chunk)))
-        broken = tuple(bad for chunk_read in read for bad in chunk_read.broken)
+        parts = list(itertools.islice(chunks, math.ceil(len(each) / step)))
+        broken = tuple(bad for part in parts for bad in part.broken)
         unread = {index for index, _, _ in broken}
+        rows = [row for row, index in enumerate(each) if index not in unread]
         good: list[Prediction] = []
-        if len(unread) < len(each):
-            rows = predict_batch(classifier, torch.cat([chunk_read.pixels for chunk_read in read]), size)
-            good = [
-                classifier.best(row, top, inputs.name(index))
-                for index, row in zip(each, rows, strict=True)
-                if index not in unread
-            ]
+        if rows:
+            probabilities = predict_batch(classifier, torch.cat([part.pixels for part in parts]), size)
+            good = classifier.best(probabilities[rows], top, [inputs.name(each[row]) for row in rows])
         yield PredictionBatch(tuple(good), broken)
 
 
