@@ -24,6 +24,7 @@ from PIL import Image
 from rich.cells import cell_len
 
 import vitlab
+from vitlab.data.images import BrokenImage
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess
 from vitlab.predict import Classifier, Prediction, web
@@ -447,11 +448,11 @@ def test_urls_are_fetched_only_when_allowed(run: str, photos: Path, site: str, c
 
 def test_large_and_slow_responses_are_cut_off(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web, "LARGEST", 200)
-    with pytest.raises(web.BrokenImage, match="larger than"):
+    with pytest.raises(BrokenImage, match="larger than"):
         web.fetch(f"{site}/a/02.png")
     monkeypatch.setattr(web, "TIMEOUT", 0.3)
     start = time.monotonic()
-    with pytest.raises(web.BrokenImage, match="did not arrive completely"):
+    with pytest.raises(BrokenImage, match="did not arrive completely"):
         web.fetch(f"{site}/drip.png")
     assert time.monotonic() - start < 1.5
 
@@ -486,8 +487,8 @@ def test_the_files_of_several_processes_join_to_one(
 def test_torchrun(run: str, photos: Path, tmp_path: Path, cli: Command) -> None:
     cli("predict", run, photos, "--out", tmp_path / "one.csv", "--device", "cpu")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    arguments = ["predict", run, photos, "--out", tmp_path / "x.csv", "--device", "cpu"]
-    done = subprocess.run([*command, VITLAB, *arguments], capture_output=True, text=True, timeout=120)
+    arguments = ["predict", run, str(photos), "--out", str(tmp_path / "x.csv"), "--device", "cpu"]
+    done = subprocess.run([*command, str(VITLAB), *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     check_parts(tmp_path)
 

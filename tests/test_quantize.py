@@ -1,6 +1,7 @@
 """int8: the arithmetic of bytes, balancing of channels, and predictions of how quantization changes margins."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import onnx
@@ -28,12 +29,12 @@ from vitlab.export.quantize import (
     record_ranges,
 )
 from vitlab.models.config import Preprocess
-from vitlab.models.vit import ViT
+from vitlab.models.vit import Block, ViT
 
 HOW = Preprocess()
 
 
-def small(**settings: object) -> ViT:
+def small(**settings: Any) -> ViT:
     model = vitlab.create("Ti/8", image_size=16, classes=5, depth=2, width=32, mlp=64, heads=2, **settings)
     graph = traceable(fill(model))
     assert isinstance(graph, ViT)
@@ -63,7 +64,8 @@ def test_a_scale_rounds_as_bytes_do() -> None:
 
 
 def test_a_scale_of_nothing_but_positive_numbers_starts_at_zero() -> None:
-    assert make_scale(torch.tensor([1.0]), torch.tensor([2.55])) == Scale(pytest.approx(0.01), 0)
+    scale = make_scale(torch.tensor([1.0]), torch.tensor([2.55]))
+    assert (scale.step, scale.zero) == (pytest.approx(0.01), 0)
 
 
 def test_the_quantized_graph_computes_integer_products() -> None:
@@ -134,6 +136,7 @@ def layer_error(graph: ViT, name: str, scale: Scale, pixels: Tensor) -> float:
 def test_balancing_reduces_the_error_from_one_large_channel(name: str) -> None:
     graph = small()
     block = graph.blocks[int(name[7])]
+    assert isinstance(block, Block)
     with torch.no_grad():
         if name.endswith("out"):  # large values
             block.attention.qkv.weight[2 * 32 + 5] *= 100
@@ -151,9 +154,11 @@ def test_balancing_reduces_the_error_from_one_large_channel(name: str) -> None:
 
 def test_channel_factors_are_bounded() -> None:
     graph = small()
+    block = graph.blocks[0]
+    assert isinstance(block, Block)
     with torch.no_grad():
-        graph.blocks[0].norm1.weight[3] = 0
-        graph.blocks[0].norm1.bias[3] = 0  # this channel is always zero
+        block.norm1.weight[3] = 0
+        block.norm1.bias[3] = 0  # this channel is always zero
     divisors = balance(graph, record_ranges(graph, random_pixels(8), HOW))
     for by in divisors.values():
         assert (by >= 0.01).all()

@@ -151,14 +151,14 @@ def slow_headers(_: bytes) -> Iterator[bytes]:
 
 
 def slow_status(_: bytes) -> Iterator[bytes]:
-    for _ in range(200):
+    for _i in range(200):
         time.sleep(0.05)
         yield b"H"
 
 
 def slow_body(_: bytes) -> Iterator[bytes]:
     yield b"HTTP/1.1 200 OK\r\n\r\n"  # until the connection ends
-    for _ in range(200):
+    for _i in range(200):
         time.sleep(0.05)
         yield b"x"
 
