@@ -1,4 +1,4 @@
-"""The demo's own part of the story, on a run of a few steps; tests/test_tutorial.py runs the whole of it."""
+"""The demo after a run of a few steps; tests/test_tutorial.py runs all of it."""
 
 import dataclasses
 import io
@@ -22,11 +22,11 @@ from vitlab.training.recipes import find
 VITLAB = Path(sys.executable).with_name("vitlab")
 
 
-def listener() -> Console:
+def recording() -> Console:
     return Console(file=io.StringIO(), width=120)
 
 
-def heard(console: Console) -> str:
+def printed(console: Console) -> str:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -35,25 +35,25 @@ def heard(console: Console) -> str:
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the demo's model, cut short."""
     folder = tmp_path_factory.mktemp("demo") / "run"
-    short = dataclasses.replace(find("digits").recipe, steps=30, warmup=5)
+    short = dataclasses.replace(find("digits").recipe, steps=8, warmup=1)
     train(short, folder, console=Console(quiet=True))
     return folder
 
 
-def test_the_story_is_told_to_its_end(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    console = listener()
+def test_it_shows_mistakes_steps_and_predictions(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    console = recording()
     demo.tell(console, out)
-    said = heard(console)
-    assert "12 of its mistakes:" in said
-    assert "cut into 4 x 4 patches of 2 x 2 pixels" in said
-    assert [line.strip().split("   ")[0] for line in said.splitlines()[-3:]] == [command for command, _ in demo.NEXT]
-    answers = capfd.readouterr().out.splitlines()
-    assert [line.split()[0][-13:] for line in answers[1:]] == [f"samples/{i}.png" for i in range(10)]
+    text = printed(console)
+    assert "12 of its mistakes:" in text
+    assert "cut into 4 x 4 patches of 2 x 2 pixels" in text
+    assert [line.strip().split("   ")[0] for line in text.splitlines()[-3:]] == [command for command, _ in demo.NEXT]
+    predictions = capfd.readouterr().out.splitlines()
+    assert [line.split()[0][-13:] for line in predictions[1:]] == [f"samples/{i}.png" for i in range(10)]
     for figure in ("positions.png", "3/rollout.png", "3/steps.png"):
         assert Image.open(out / "inside" / figure).size[0] > 400
 
 
-def test_the_files_are_digits_the_model_never_saw(out: Path) -> None:
+def test_the_files_are_test_digits(out: Path) -> None:
     data = open_data("digits")
     demo.write_digits(data.test, out)
     seen = {np.asarray(data.train.image(i)).tobytes() for i in range(len(data.train))}
@@ -69,49 +69,49 @@ def test_the_files_are_digits_the_model_never_saw(out: Path) -> None:
     assert (len(folder.train), len(folder.test)) == (160, 40)
 
 
-def test_it_says_whether_it_starts_goes_on_or_is_done(out: Path, tmp_path: Path) -> None:
-    for folder, there, said in ((tmp_path, False, "training a small ViT on 1,198"), (out, True, "already")):
-        console = listener()
+def test_it_starts_resumes_or_uses_the_finished_run(out: Path, tmp_path: Path) -> None:
+    for folder, resumes, text in ((tmp_path, False, "training a small ViT on 1,198"), (out, True, "already has")):
+        console = recording()
         recipe, resume = demo.begin(console, folder)
         assert recipe == find("digits").recipe
-        assert resume is there
-        assert said in heard(console)
+        assert resume is resumes
+        assert text in printed(console)
     (tmp_path / "recipe.json").write_text((out / "recipe.json").read_text())
-    console = listener()
+    console = recording()
     assert demo.begin(console, tmp_path)[1]
-    assert "going on training" in heard(console)
+    assert "resuming training" in printed(console)
 
 
-def test_another_run_in_its_place_is_left_alone(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitlab.cli.training import demo as verb
+def test_another_run_in_its_folder_is_not_changed(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitlab.cli.training import demo as command
 
     before = (out / "model.safetensors").read_bytes()
     with pytest.raises(UserError, match="has another"):
-        verb(out)
+        command(out)
     assert (out / "model.safetensors").read_bytes() == before
 
 
-def test_figures_are_an_option(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_works_without_matplotlib(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    console = listener()
+    console = recording()
     demo.tell(console, out)
-    assert "no figures: figures need matplotlib" in heard(console)
-    assert "Next, with your own photos" in heard(console)
+    assert "no figures: figures need matplotlib" in printed(console)
+    assert "Next, with your own photos" in printed(console)
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    words = [str(VITLAB), "demo", "--out", "run"]
-    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path: Path) -> None:
+    arguments = [str(VITLAB), "demo", "--out", "run"]
+    process = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 90
     log = tmp_path / "run" / "log.jsonl"
     while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    _, complaint = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert complaint.splitlines()[-1] == "stopped and saved; the same command goes on from there"
+    assert err.splitlines()[-1] == "stopped and saved; the same command goes on from there"
     assert (tmp_path / "run" / "checkpoints" / "last" / "state.json").exists()
-    console = listener()
+    console = recording()
     assert demo.begin(console, tmp_path / "run")[1]
-    assert "going on training" in heard(console)
+    assert "resuming training" in printed(console)

@@ -1,4 +1,4 @@
-"""Exported files: run by their own runtimes and compared with the model, at sizes and batches that are new to them."""
+"""Exported files: run by their own runtimes and compared with the model, at sizes and batches not traced."""
 
 import copy
 import json
@@ -13,15 +13,16 @@ import onnxruntime
 import pytest
 import torch
 from conftest import fill
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
 import vitlab
 from vitlab.errors import UserError
-from vitlab.export import Report, compare, export
+from vitlab.export import ExportResult, compare, export
 from vitlab.export import onnx as onnx_file
-from vitlab.export.graph import Half, any_size, plain, stretch
-from vitlab.export.images import open_pictures
+from vitlab.export.graph import Half, any_size, resample_grid, traceable
+from vitlab.export.images import open_images
 from vitlab.models.config import Preprocess, ResNetConfig, StemConfig, ViTConfig
 from vitlab.models.variants import Model, build
 from vitlab.predict import Classifier
@@ -70,7 +71,7 @@ def sizes(model: Model) -> list[tuple[int, int]]:
 
 
 @torch.no_grad()
-def wanted(model: Model, images: Tensor) -> np.ndarray:
+def expected(model: Model, images: Tensor) -> NDArray[Any]:
     size = (images.shape[2], images.shape[3])
     return copy.deepcopy(model).resize(size)(images).numpy()
 
@@ -97,28 +98,28 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_the_plain_graph_is_the_model_at_every_size(kind: str) -> None:
+def test_the_traceable_module_is_the_model_at_every_size(kind: str) -> None:
     model = small(kind).double()
-    graph = any_size(plain(model))
+    graph = any_size(traceable(model))
     for size in sizes(model):
         images = torch.randn(2, 3, *size, dtype=torch.float64)
         with torch.no_grad():
             got = graph(images).numpy()
-        np.testing.assert_allclose(got, wanted(model, images), atol=1e-5, err_msg=f"{size}")  # positions are float32
+        np.testing.assert_allclose(got, expected(model, images), atol=1e-5, err_msg=f"{size}")  # positions are float32
 
 
-def test_stretching_is_bilinear_with_aligned_corners() -> None:
+def test_positions_are_resampled_bilinearly_with_aligned_corners() -> None:
     grid = torch.randn(4, 5, 3)
     for h, w in [(7, 5), (1, 9), (4, 1), (2, 2)]:
         new = nn.functional.interpolate(grid.permute(2, 0, 1)[None], (h, w), mode="bilinear", align_corners=True)
-        np.testing.assert_allclose(stretch(grid, h, w).numpy(), new[0].permute(1, 2, 0).numpy(), atol=1e-6)
-    assert torch.equal(stretch(grid, 4, 5), grid)
+        np.testing.assert_allclose(resample_grid(grid, h, w).numpy(), new[0].permute(1, 2, 0).numpy(), atol=1e-6)
+    assert torch.equal(resample_grid(grid, 4, 5), grid)
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_the_model_is_not_changed() -> None:
     model = small("hybrid")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    Half(any_size(plain(model)))
+    Half(any_size(traceable(model)))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert type(model.stem).__name__ == "Stem"
 
@@ -131,13 +132,13 @@ def session(path: Path) -> onnxruntime.InferenceSession:
 
 
 @pytest.fixture(scope="module")
-def exported(run: str, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
-    """A file for images of any size; most of what is asked of a file is asked of this one."""
+def exported(run: str, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ExportResult]:
+    """A file for images of any size, which most tests share."""
     path = tmp_path_factory.mktemp("files") / "x.onnx"
     return path, export(run, path, dynamic_size=True, check=str(photos))
 
 
-def agrees_at_every_size(path: Path, model: Model) -> None:
+def check_every_size(path: Path, model: Model) -> None:
     file = session(path)
     assert [put.name for put in file.get_inputs()] == ["images"]
     assert [got.name for got in file.get_outputs()] == ["logits" if model.config.classes else "features"]
@@ -146,17 +147,17 @@ def agrees_at_every_size(path: Path, model: Model) -> None:
             images = torch.randn(batch, 3, *size)
             (got,) = file.run(None, {"images": images.numpy()})
             assert got.dtype == np.float32
-            np.testing.assert_allclose(got, wanted(model, images), atol=1e-4, err_msg=f"{size} {batch}")
+            np.testing.assert_allclose(got, expected(model, images), atol=1e-4, err_msg=f"{size} {batch}")
 
 
-def test_onnx_runtime_computes_the_model(run: str, exported: tuple[Path, Report]) -> None:
-    path, report = exported
-    assert [(entry.size, entry.images) for entry in report.checks] == [((16, 16), 40), ((24, 24), 40)]
-    assert max(entry.difference for entry in report.checks) <= 1e-4
-    said = report.lines()
-    assert said[0].startswith(f"{path} is written: ")
-    assert f"{report.checks[1].difference:.2g}" in said[2]
-    agrees_at_every_size(path, vitlab.load(run))
+def test_onnx_runtime_computes_the_model(run: str, exported: tuple[Path, ExportResult]) -> None:
+    path, result = exported
+    assert [(entry.size, entry.images) for entry in result.comparisons] == [((16, 16), 40), ((24, 24), 40)]
+    assert max(entry.difference for entry in result.comparisons) <= 1e-4
+    lines = result.lines()
+    assert lines[0].startswith(f"{path} is written: ")
+    assert f"{result.comparisons[1].difference:.2g}" in lines[2]
+    check_every_size(path, vitlab.load(run))
 
 
 @pytest.mark.slow
@@ -164,10 +165,10 @@ def test_onnx_runtime_computes_the_model(run: str, exported: tuple[Path, Report]
 def test_onnx_runtime_computes_every_kind_of_model(kind: str, tmp_path: Path) -> None:
     model = small(kind)
     vitlab.save(model, tmp_path / "run")
-    report = export(tmp_path / "run", tmp_path / "x.onnx", dynamic_size=True)
-    assert [entry.images for entry in report.checks] == [64, 64]
-    assert max(entry.difference for entry in report.checks) <= 1e-4
-    agrees_at_every_size(tmp_path / "x.onnx", model)
+    result = export(tmp_path / "run", tmp_path / "x.onnx", dynamic_size=True)
+    assert [entry.images for entry in result.comparisons] == [64, 64]
+    assert max(entry.difference for entry in result.comparisons) <= 1e-4
+    check_every_size(tmp_path / "x.onnx", model)
 
 
 @pytest.mark.slow
@@ -179,15 +180,15 @@ def test_a_file_for_one_size_refuses_others(kind: str, tmp_path: Path) -> None:
     file = session(tmp_path / "x.onnx")
     own, other = sizes(model)[:2]
     images = torch.randn(7, 3, *own)
-    np.testing.assert_allclose(file.run(None, {"images": images.numpy()})[0], wanted(model, images), atol=1e-4)
+    np.testing.assert_allclose(file.run(None, {"images": images.numpy()})[0], expected(model, images), atol=1e-4)
     with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument, match="Got invalid dimensions"):
         file.run(None, {"images": np.zeros((1, 3, *other), np.float32)})
 
 
-def test_a_consumer_needs_nothing_but_the_file(
-    run: str, photos: Path, exported: tuple[Path, Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_file_is_enough_to_use_the_model(
+    run: str, photos: Path, exported: tuple[Path, ExportResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page's own lines, which use nothing of ours, give what the model gives."""
+    """The example in the documentation, which does not import vitlab, computes what the model does."""
     page = (Path(__file__).parents[1] / "docs" / "using.md").read_text()
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "onnxruntime" in block)
     assert "vitlab" not in code
@@ -206,7 +207,7 @@ def test_a_consumer_needs_nothing_but_the_file(
     assert json.loads(got["facts"]["model"])["patch"] == 8
 
 
-def test_the_file_is_plain_and_tells_nothing_of_this_machine(exported: tuple[Path, Report]) -> None:
+def test_the_file_has_standard_operators_and_no_paths_of_this_machine(exported: tuple[Path, ExportResult]) -> None:
     path, _ = exported
     proto = onnx.load(path)
     onnx.checker.check_model(proto, full_check=True)
@@ -219,10 +220,10 @@ def test_the_file_is_plain_and_tells_nothing_of_this_machine(exported: tuple[Pat
 
 
 @pytest.mark.slow
-def test_half_precision_halves_the_file_and_keeps_its_doors_float32(run: str, tmp_path: Path) -> None:
-    whole, half = (export(run, tmp_path / f"{p}.onnx", precision=p) for p in ("fp32", "fp16"))
-    assert half.bytes < 0.7 * whole.bytes
-    assert 1e-6 < half.checks[0].difference < 0.05
+def test_half_precision_halves_the_file_and_keeps_float32_inputs_and_outputs(run: str, tmp_path: Path) -> None:
+    full, half = (export(run, tmp_path / f"{p}.onnx", precision=p) for p in ("fp32", "fp16"))
+    assert half.bytes < 0.7 * full.bytes
+    assert 1e-6 < half.comparisons[0].difference < 0.05
     file = session(tmp_path / "fp16.onnx")
     assert [put.type for put in (*file.get_inputs(), *file.get_outputs())] == ["tensor(float)"] * 2
     types = {tensor.data_type for tensor in onnx.load(tmp_path / "fp16.onnx").graph.initializer if len(tensor.dims) > 1}
@@ -232,19 +233,31 @@ def test_half_precision_halves_the_file_and_keeps_its_doors_float32(run: str, tm
 @pytest.mark.slow
 def test_a_model_beyond_one_file_gets_a_second(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_file, "LARGEST", 10_000)
-    report = export(run, tmp_path / "x.onnx")
+    result = export(run, tmp_path / "x.onnx")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.onnx", "x.onnx.data"]
-    assert report.bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert result.bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
     images = torch.randn(3, 3, 16, 16)
     (got,) = session(tmp_path / "x.onnx").run(None, {"images": images.numpy()})
-    np.testing.assert_allclose(got, wanted(vitlab.load(run), images), atol=1e-5)
+    np.testing.assert_allclose(got, expected(vitlab.load(run), images), atol=1e-5)
 
 
-@pytest.mark.parametrize("target", ["x.pt2", pytest.param("x.onnx", marks=pytest.mark.slow)])
-def test_a_file_that_differs_is_not_written(
+def test_a_file_that_differs_is_not_written(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_zeros(module: nn.Module, model: Model, dynamic_size: bool, path: Path) -> compare.Runner:
+        path.write_bytes(b"x")
+        return lambda images: torch.zeros(len(images), 5)
+
+    monkeypatch.setattr("vitlab.export.run.write_pt2", write_zeros)
+    with pytest.raises(UserError, match=r"nothing is written: .* differ from the model's by up to \d"):
+        export(run, tmp_path / "x.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["x.pt2", "x.onnx"])
+def test_a_file_beyond_the_limit_is_not_written(
     run: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onnx_file, "LARGEST", 10_000)  # weights of their own go as well
+    monkeypatch.setattr(onnx_file, "LARGEST", 10_000)  # the second file is removed as well
     monkeypatch.setitem(compare.LIMITS, "fp32", -1.0)
     with pytest.raises(UserError, match=r"nothing is written: .* differ from the model's by up to \d"):
         export(run, tmp_path / target)
@@ -255,15 +268,15 @@ def test_a_file_that_differs_is_not_written(
 
 
 def test_torch_export(run: str, tmp_path: Path) -> None:
-    report = export(run, tmp_path / "x.pt2", dynamic_size=True)
-    assert max(entry.difference for entry in report.checks) <= 1e-4
+    result = export(run, tmp_path / "x.pt2", dynamic_size=True)
+    assert max(entry.difference for entry in result.comparisons) <= 1e-4
     extra = {"vitlab.json": ""}
     program = torch.export.load(tmp_path / "x.pt2", extra_files=extra).module()
     model = vitlab.load(run)
     for size in sizes(model)[:3]:  # torch.export takes no image of a single row
         for batch in (1, 5):
             images = torch.randn(batch, 3, *size)
-            np.testing.assert_allclose(program(images).detach().numpy(), wanted(model, images), atol=1e-5)
+            np.testing.assert_allclose(program(images).detach().numpy(), expected(model, images), atol=1e-5)
     assert json.loads(json.loads(extra["vitlab.json"])["labels"])[0] == "a"
 
 
@@ -271,7 +284,7 @@ def test_torch_export(run: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "options", "said"),
+    ("target", "options", "message"),
     [
         ("x.txt", {}, "should end in .onnx"),
         ("x.pt2", {"precision": "int8", "calibrate": "digits"}, "int8 is written to .onnx files only"),
@@ -281,8 +294,8 @@ def test_torch_export(run: str, tmp_path: Path) -> None:
         ("x.onnx", {"check": "nowhere"}, "there is no data set 'nowhere'"),
     ],
 )
-def test_requests_that_cannot_be_met(run: str, target: str, options: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=said):
+def test_invalid_requests(run: str, target: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
         export(run, tmp_path / target, **options)
     assert list(tmp_path.iterdir()) == []
 
@@ -300,22 +313,22 @@ def test_missing_packages_are_named(run: str, tmp_path: Path, monkeypatch: pytes
         export(run, tmp_path / "x.onnx")
 
 
-# ---- pictures
+# ---- images
 
 
-def test_pictures_are_spread_over_a_set_and_broken_ones_left_out(photos: Path) -> None:
-    pictures = open_pictures(str(photos))
-    assert len(pictures) == 41
-    assert pictures.pixels((16, 16), Preprocess()).shape == (40, 3, 16, 16)
-    some = pictures.some(5)
+def test_images_are_spread_over_a_set_and_broken_ones_left_out(photos: Path) -> None:
+    images = open_images(str(photos))
+    assert len(images) == 41
+    assert images.pixels((16, 16), Preprocess()).shape == (40, 3, 16, 16)
+    some = images.sample(5)
     assert list(some.indices) == [0, 10, 20, 30, 40]
-    assert len(pictures.without(some)) == 36
-    assert len(open_pictures("digits")) == 1797
-    assert len(open_pictures(str(photos / "0*.png"))) == 10
+    assert len(images.without(some)) == 36
+    assert len(open_images("digits")) == 1797
+    assert len(open_images(str(photos / "0*.png"))) == 10
 
 
-def test_generated_pictures_differ_and_have_detail() -> None:
-    pixels = open_pictures(None).pixels((32, 32), Preprocess()).float()
+def test_generated_images_differ_and_have_detail() -> None:
+    pixels = open_images(None).pixels((32, 32), Preprocess()).float()
     assert pixels.shape == (64, 3, 32, 32)
     assert (pixels.flatten(1).std(1) > 20).all()
     assert len({tuple(x.flatten().tolist()) for x in pixels}) == 64

@@ -32,7 +32,7 @@ def test_pipes_are_skipped(model: Path, photos: Path, pattern: str, command: Com
 def test_a_pipe_or_device_by_name_is_an_error(model: Path, photos: Path, name: str, command: Command) -> None:
     code, _, err = command("predict", str(model), str(photos / name))
     assert code == 1
-    assert f"'{photos / name}' is a pipe or a device, no file" in err
+    assert f"'{photos / name}' is a pipe or a device, not a file" in err
 
 
 @pytest.mark.parametrize("name", ["run", "model.safetensors", "config.json"])

@@ -1,4 +1,4 @@
-"""int8 files of trained models, measured as a user would: agreement with float, size, and refusal where it fails."""
+"""int8 files of trained models: agreement with float, size, and errors where they do not agree."""
 
 from pathlib import Path
 
@@ -25,23 +25,23 @@ pytestmark = pytest.mark.slow
 def digits(tmp_path_factory: pytest.TempPathFactory) -> str:
     out = tmp_path_factory.mktemp("runs") / "digits"
     recipe = override(find("digits").recipe, ["steps=250"])
-    outcome = train(recipe, out, console=Console(quiet=True))
-    assert outcome.report["accuracy"] > 0.9
+    result = train(recipe, out, console=Console(quiet=True))
+    assert result.report["accuracy"] > 0.9
     return str(out)
 
 
 def test_digits_agree_on_all_but_one_in_a_hundred(digits: str, tmp_path: Path) -> None:
-    report = export(digits, tmp_path / "x.onnx", precision="int8", calibrate="digits", least=0.99)
-    found = report.int8
-    assert found is not None
-    assert found.images >= 1000
-    assert found.apart
-    assert found.agreement >= 0.99
-    assert report.bytes < 0.5 * found.float_bytes
-    assert len(found.floats) < found.layers / 4
-    assert f"{found.agreement:.2%} of {found.images} images" in "\n".join(report.lines())
+    result = export(digits, tmp_path / "x.onnx", precision="int8", calibrate="digits", least=0.99)
+    int8 = result.int8
+    assert int8 is not None
+    assert int8.images >= 1000
+    assert int8.separate
+    assert int8.agreement >= 0.99
+    assert result.bytes < 0.5 * int8.float_bytes
+    assert len(int8.floats) < int8.layers / 4
+    assert f"{int8.agreement:.2%} of {int8.images} images" in "\n".join(result.lines())
 
-    model, data = vitlab.load(digits), open_data("digits")  # and now by hand, over all 1,797
+    model, data = vitlab.load(digits), open_data("digits")  # and once more, over all 1,797
     images = torch.stack(
         [
             eval_image(part.image(i), (8, 8), model.card.preprocess)
@@ -50,15 +50,16 @@ def test_digits_agree_on_all_but_one_in_a_hundred(digits: str, tmp_path: Path) -
         ]
     )
     with torch.no_grad():
-        wanted = model(images).argmax(1).numpy()
+        expected = model(images).argmax(1).numpy()
     (got,) = onnxruntime.InferenceSession(str(tmp_path / "x.onnx")).run(None, {"images": images.numpy()})
     assert len(got) == 1797
-    assert (got.argmax(1) == wanted).mean() >= 0.99
+    assert (got.argmax(1) == expected).mean() >= 0.99
 
 
-def test_what_does_not_agree_is_refused_with_its_number(digits: str, tmp_path: Path) -> None:
+def test_a_file_that_does_not_agree_is_refused_with_its_agreement(digits: str, tmp_path: Path) -> None:
     model = vitlab.load(digits)
-    with torch.no_grad():  # pairs of classes that only a hair tells apart
+    assert model.head is not None
+    with torch.no_grad():  # pairs of classes with nearly the same logits
         model.head.weight[1::2] = model.head.weight[::2] + 1e-3 * torch.randn_like(model.head.weight[::2])
         model.head.bias[1::2] = model.head.bias[::2]
     vitlab.save(model, tmp_path / "run")
@@ -82,16 +83,16 @@ def test_a_resnet_and_a_handful_of_images_are_refused(digits: str, tmp_path: Pat
     assert not (tmp_path / "x.onnx").exists()
 
 
-@pytest.mark.skipif(not (SHARED / "weights").exists(), reason="the real weights and photos lie outside the repository")
+@pytest.mark.skipif(not (SHARED / "weights").exists(), reason="the real weights and photos are outside the repository")
 def test_the_real_ti16_agrees_on_photos_at_two_sizes(tmp_path: Path) -> None:
     weights, photos = SHARED / "weights" / "vit_tiny_patch16_224.safetensors", SHARED / "data" / "pets"
-    report = export(weights, tmp_path / "x.onnx", dynamic_size=True, precision="int8", calibrate=str(photos))
-    assert [(entry.size, entry.images) for entry in report.checks] == [((224, 224), 64), ((336, 240), 64)]
-    assert max(entry.difference for entry in report.checks) <= 1e-4
-    found = report.int8
-    assert found is not None
-    assert found.images >= 1000
-    assert found.agreement >= 0.95
-    assert "blocks.7.mlp.down" in found.floats  # one of its channels is forty times as loud as the others
-    assert report.bytes < 0.6 * found.float_bytes
-    assert found.seconds[1] < found.seconds[0]
+    result = export(weights, tmp_path / "x.onnx", dynamic_size=True, precision="int8", calibrate=str(photos))
+    assert [(entry.size, entry.images) for entry in result.comparisons] == [((224, 224), 64), ((336, 240), 64)]
+    assert max(entry.difference for entry in result.comparisons) <= 1e-4
+    int8 = result.int8
+    assert int8 is not None
+    assert int8.images >= 1000
+    assert int8.agreement >= 0.95
+    assert "blocks.7.mlp.down" in int8.floats  # one of its channels is forty times as large as the others
+    assert result.bytes < 0.6 * int8.float_bytes
+    assert int8.seconds[1] < int8.seconds[0]

@@ -1,6 +1,7 @@
-"""int8: the arithmetic of bytes, what balancing keeps and gains, whether the choice of layers foresees what happens."""
+"""int8: the arithmetic of bytes, balancing of channels, and predictions of how quantization changes margins."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,34 +14,34 @@ from scipy.stats import norm
 from torch import Tensor, nn
 
 import vitlab
-from vitlab.export.graph import plain
-from vitlab.export.qdq import quantized
+from vitlab.export.graph import traceable
+from vitlab.export.qdq import quantize_layers
 from vitlab.export.quantize import (
     Scale,
     balance,
     calibrate,
+    count_float_layers,
     dense_layers,
-    enough,
-    int8_weight,
+    fake_quantize_weight,
+    make_scale,
     margin_changes,
-    ranked,
-    record,
-    scale_of,
+    rank_layers,
+    record_ranges,
 )
 from vitlab.models.config import Preprocess
-from vitlab.models.vit import ViT
+from vitlab.models.vit import Block, ViT
 
 HOW = Preprocess()
 
 
-def small(**settings: object) -> ViT:
+def small(**settings: Any) -> ViT:
     model = vitlab.create("Ti/8", image_size=16, classes=5, depth=2, width=32, mlp=64, heads=2, **settings)
-    graph = plain(fill(model))
+    graph = traceable(fill(model))
     assert isinstance(graph, ViT)
     return graph
 
 
-def pictures(n: int, seed: int = 0) -> Tensor:
+def random_pixels(n: int, seed: int = 0) -> Tensor:
     return torch.randint(0, 256, (n, 3, 16, 16), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
 
 
@@ -53,20 +54,21 @@ def floats(pixels: Tensor) -> Tensor:
 
 def test_a_scale_rounds_as_bytes_do() -> None:
     x = np.random.default_rng(0).normal(0, 2, 1000).astype(np.float32)
-    scale = scale_of(torch.tensor([-1.0, -0.5]), torch.tensor([0.3, 3.0]))
+    scale = make_scale(torch.tensor([-1.0, -0.5]), torch.tensor([0.3, 3.0]))
     assert scale.step == pytest.approx(4 / 255)
     assert scale.zero == 64  # 1 / (4 / 255), rounded
     stored = np.clip(np.rint(x / np.float32(scale.step)) + scale.zero, 0, 255).astype(np.uint8)
-    wanted = (stored.astype(np.float64) - scale.zero) * scale.step
-    np.testing.assert_allclose(scale.rounded(torch.from_numpy(x)).numpy(), wanted, atol=1e-6)
-    assert scale.rounded(torch.zeros(1)).item() == 0
+    expected = (stored.astype(np.float64) - scale.zero) * scale.step
+    np.testing.assert_allclose(scale.fake_quantize(torch.from_numpy(x)).numpy(), expected, atol=1e-6)
+    assert scale.fake_quantize(torch.zeros(1)).item() == 0
 
 
 def test_a_scale_of_nothing_but_positive_numbers_starts_at_zero() -> None:
-    assert scale_of(torch.tensor([1.0]), torch.tensor([2.55])) == Scale(pytest.approx(0.01), 0)
+    scale = make_scale(torch.tensor([1.0]), torch.tensor([2.55]))
+    assert (scale.step, scale.zero) == (pytest.approx(0.01), 0)
 
 
-def test_the_graph_of_bytes_is_what_integers_give() -> None:
+def test_the_quantized_graph_computes_integer_products() -> None:
     rng = np.random.default_rng(1)
     weight = rng.normal(0, 1, (6, 4)).astype(np.float32)
     weight[:, 2] = 0  # an output that is never used
@@ -80,7 +82,7 @@ def test_the_graph_of_bytes_is_what_integers_give() -> None:
     )
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     scale = Scale(0.02, 100)
-    new = quantized(proto, {"blocks.0.mlp.up": scale})
+    new = quantize_layers(proto, {"blocks.0.mlp.up": scale})
     assert {tensor.name for tensor in proto.graph.initializer} == {"w", "blocks.0.mlp.up.bias"}  # a copy
     assert "w" not in {tensor.name for tensor in new.graph.initializer}
     onnx.checker.check_model(new, full_check=True)
@@ -92,10 +94,10 @@ def test_the_graph_of_bytes_is_what_integers_give() -> None:
     np.testing.assert_allclose(got, product * (np.float64(np.float32(0.02)) * steps) + bias, atol=1e-5)
 
 
-def test_a_layer_that_is_not_there_is_not_passed_over() -> None:
+def test_a_missing_layer_is_an_error() -> None:
     graph = helper.make_graph([], "nothing", [], [])
-    with pytest.raises(RuntimeError, match=r"wrote blocks\.3\.mlp\.up as something else"):
-        quantized(helper.make_model(graph), {"blocks.3.mlp.up": Scale(1.0, 0)})
+    with pytest.raises(RuntimeError, match=r"did not write blocks\.3\.mlp\.up as a product"):
+        quantize_layers(helper.make_model(graph), {"blocks.3.mlp.up": Scale(1.0, 0)})
 
 
 # ---- balance
@@ -105,12 +107,12 @@ def test_a_layer_that_is_not_there_is_not_passed_over() -> None:
 def test_calibration_changes_nothing_but_ranges(settings: dict[str, object]) -> None:
     graph = small(**settings)
     before = copy.deepcopy(graph)
-    scales = calibrate(graph, pictures(20), HOW)
+    scales = calibrate(graph, random_pixels(20), HOW)
     assert len(scales) == len(dense_layers(graph)) == (16 if "attention" in settings else 8)
-    new = floats(pictures(8, seed=1))
+    new = floats(random_pixels(8, seed=1))
     with torch.no_grad():
         np.testing.assert_allclose(graph(new).numpy(), before(new).numpy(), atol=1e-5)
-    for name, (low, high) in record(graph, pictures(20), HOW).items():
+    for name, (low, high) in record_ranges(graph, random_pixels(20), HOW).items():
         assert scales[name].step * -scales[name].zero <= low.min() + scales[name].step
         assert scales[name].step * (255 - scales[name].zero) >= high.max() - scales[name].step
 
@@ -124,39 +126,41 @@ def layer_error(graph: ViT, name: str, scale: Scale, pixels: Tensor) -> float:
         graph(floats(pixels))
         hook.remove()
         x, out = caught[0]
-        return float(
-            (nn.functional.linear(scale.rounded(x), int8_weight(layer.weight), layer.bias) - out).pow(2).mean()
-        )
+        new = nn.functional.linear(scale.fake_quantize(x), fake_quantize_weight(layer.weight), layer.bias)
+        return float((new - out).pow(2).mean())
 
 
 @pytest.mark.parametrize(
     "name", ["blocks.0.attention.qkv", "blocks.0.attention.out", "blocks.1.mlp.up", "blocks.1.mlp.down"]
 )
-def test_balancing_saves_a_layer_from_one_loud_channel(name: str) -> None:
+def test_balancing_reduces_the_error_from_one_large_channel(name: str) -> None:
     graph = small()
     block = graph.blocks[int(name[7])]
+    assert isinstance(block, Block)
     with torch.no_grad():
-        if name.endswith("out"):  # loud values
+        if name.endswith("out"):  # large values
             block.attention.qkv.weight[2 * 32 + 5] *= 100
         elif name.endswith("down"):
             block.mlp.up.weight[5] *= 100
         else:
             (block.norm1 if name.endswith("qkv") else block.norm2).weight[5] *= 100
         dense_layers(graph)[name].weight[:, 5] /= 100
-    pixels = pictures(20)
-    low, high = record(graph, pixels, HOW)[name]
-    loud = layer_error(graph, name, scale_of(low, high), pixels)
+    pixels = random_pixels(20)
+    low, high = record_ranges(graph, pixels, HOW)[name]
+    unbalanced = layer_error(graph, name, make_scale(low, high), pixels)
     scales = calibrate(graph, pixels, HOW)
-    assert layer_error(graph, name, scales[name], pixels) < loud / 10
+    assert layer_error(graph, name, scales[name], pixels) < unbalanced / 10
 
 
-def test_no_channel_is_scaled_without_bounds() -> None:
+def test_channel_factors_are_bounded() -> None:
     graph = small()
+    block = graph.blocks[0]
+    assert isinstance(block, Block)
     with torch.no_grad():
-        graph.blocks[0].norm1.weight[3] = 0
-        graph.blocks[0].norm1.bias[3] = 0  # this channel sleeps
-    divided = balance(graph, record(graph, pictures(8), HOW))
-    for by in divided.values():
+        block.norm1.weight[3] = 0
+        block.norm1.bias[3] = 0  # this channel is always zero
+    divisors = balance(graph, record_ranges(graph, random_pixels(8), HOW))
+    for by in divisors.values():
         assert (by >= 0.01).all()
         assert (by <= 100).all()
     assert all(torch.isfinite(parameter).all() for parameter in graph.parameters())
@@ -165,37 +169,37 @@ def test_no_channel_is_scaled_without_bounds() -> None:
 # ---- choice
 
 
-def test_changes_of_the_margin_are_foreseen() -> None:
-    graph, pixels = small(), pictures(24)
+def test_margin_changes_are_predicted() -> None:
+    graph, pixels = small(), random_pixels(24)
     scales = calibrate(graph, pixels, HOW)
-    foreseen = margin_changes(graph, scales, pixels, HOW)
+    predicted = margin_changes(graph, scales, pixels, HOW)
     with torch.no_grad():
         logits = graph(floats(pixels))
         best, second = logits.topk(2).indices.unbind(1)
         row = torch.arange(24)
         for name, layer in dense_layers(graph).items():
             kept = layer.weight.clone()
-            layer.weight.copy_(int8_weight(kept))
-            hook = layer.register_forward_pre_hook(lambda _, args, scale=scales[name]: (scale.rounded(args[0]),))
+            layer.weight.copy_(fake_quantize_weight(kept))
+            hook = layer.register_forward_pre_hook(lambda _, args, scale=scales[name]: (scale.fake_quantize(args[0]),))
             new = graph(floats(pixels))
             hook.remove()
             layer.weight.copy_(kept)
             change = (new[row, best] - new[row, second]) - (logits[row, best] - logits[row, second])
-            assert np.corrcoef(change, foreseen[name])[0, 1] > 0.95, name
-            assert float(change.std() / foreseen[name].std()) == pytest.approx(1, abs=0.2)
+            assert np.corrcoef(change, predicted[name])[0, 1] > 0.95, name
+            assert float(change.std() / predicted[name].std()) == pytest.approx(1, abs=0.2)
 
 
 def test_layers_are_ranked_by_variance_per_weight() -> None:
     changes = {"a": torch.tensor([2.0, -2.0]), "b": torch.tensor([3.0, 3.0]), "c": torch.tensor([1.0, -1.0])}
-    got = ranked(changes, {"a": 10, "b": 100, "c": 1})
+    got = rank_layers(changes, {"a": 10, "b": 100, "c": 1})
     assert list(got.items()) == [("c", 1.0), ("a", 4.0), ("b", 9.0)]
 
 
-def test_as_many_stay_float_as_the_margins_need() -> None:
+def test_as_many_layers_stay_float_as_the_margins_need() -> None:
     variance = {"a": 4.0, "b": 1.0, "c": 0.25}
     margins = torch.tensor([0.5, 1.0, 3.0])
     for left in range(3):
         rest = sum(list(variance.values())[left:])
         expected = norm.cdf(margins.numpy() / rest**0.5).mean()
-        assert enough(variance, margins, expected - 1e-6) == left
-        assert enough(variance, margins, expected + 1e-6) == left + 1
+        assert count_float_layers(variance, margins, expected - 1e-6) == left
+        assert count_float_layers(variance, margins, expected + 1e-6) == left + 1

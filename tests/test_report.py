@@ -1,4 +1,4 @@
-"""The report of a run: its numbers against numpy, its page against a parser and a browser, and what may go wrong."""
+"""The report of a run: its numbers against numpy, its page in a parser and a browser, and errors."""
 
 import base64
 import dataclasses
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
@@ -31,10 +32,11 @@ from vitlab.models.config import Preprocess, ResNetConfig
 from vitlab.models.variants import build, configure
 from vitlab.plots.curves import smoothed
 from vitlab.plots.inside import overlay
-from vitlab.report import sections, write_report
-from vitlab.report.describe import count, how, model_name
-from vitlab.report.history import read_history, spent
+from vitlab.report import make, write_report
+from vitlab.report.describe import describe_recipe, model_name, si_number
+from vitlab.report.history import read_history, training_seconds
 from vitlab.report.images import MOST, worst_mistakes
+from vitlab.report.page import Subject, templates
 from vitlab.training.loop import train
 from vitlab.training.recipe import make_recipe
 from vitlab.training.trust import remember
@@ -55,26 +57,27 @@ SMALL = make_recipe(
     warmup=3,
     ema=0.9,
     augment=Augment(area=(0.8, 1.0), flip=False),
-    preprocess=Preprocess(crop=1.0),  # the whole digit
+    preprocess=Preprocess(crop=1.0),  # no cropping
     threads=1,
 )
+Guesses = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 VOID = {"meta", "img", "source", "br", "rect"}
 
 
 class Page(HTMLParser):
-    """A page as its parser sees it: tags with their attributes, words without style, and whether tags are balanced."""
+    """A parsed page: tags with their attributes, the text without style, and whether tags are balanced."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.open: list[str] = []
-        self.words = ""
+        self.text = ""
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        self.words += "|" if tag == "figure" else ""
+        self.text += "|" if tag == "figure" else ""
         if tag not in VOID:
             self.open.append(tag)
 
@@ -86,14 +89,19 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] != "style":
-            self.words += re.sub(r"\s+", " ", data)
+            self.text += re.sub(r"\s+", " ", data)
 
     def named(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-def pixels(address: str | None) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode((address or "").split(",")[1]))).convert("RGB"))
+def pixels(url: str | None) -> NDArray[np.uint8]:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode((url or "").split(",")[1]))).convert("RGB"))
+
+
+def section(name: str, *arguments: object) -> str:
+    """One section of the page, as HTML."""
+    return str(getattr(templates().get_template("sections.html").module, name)(*arguments))
 
 
 @pytest.fixture(scope="module")
@@ -110,44 +118,44 @@ def page(run: Path) -> Page:
 
 
 @pytest.fixture(scope="module")
-def answers(run: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def guesses(run: Path) -> Guesses:
     """Labels, guesses and their probabilities of the test digits, by a plain pass over them."""
     test = open_data("digits").test
-    grey = np.stack([np.asarray(test.image(i)) for i in range(len(test))]).astype(np.float32)
+    gray = np.stack([np.asarray(test.image(i)) for i in range(len(test))]).astype(np.float32)
     with torch.no_grad():
-        logits = vitlab.load(run)(torch.from_numpy(grey / 127.5 - 1).permute(0, 3, 1, 2)).double().numpy()
+        logits = vitlab.load(run)(torch.from_numpy(gray / 127.5 - 1).permute(0, 3, 1, 2)).double().numpy()
     odds = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     return test.labels, odds.argmax(1), odds.max(1)
 
 
-# ---- what it says
+# ---- content
 
 
-def test_accuracy_is_that_of_the_model_and_of_the_log(run: Path, page: Page, answers: Any) -> None:
-    labels, guesses, _ = answers
-    right = int((labels == guesses).sum())
-    assert f"It gets {right} of 599 test images right" in page.words
+def test_accuracy_is_that_of_the_model_and_of_the_log(run: Path, page: Page, guesses: Guesses) -> None:
+    labels, guess, _ = guesses
+    right = int((labels == guess).sum())
+    assert f"It gets {right} of 599 test images right" in page.text
     records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     last = [record for record in records if "test" in record][-1]
     assert last["ema"]["accuracy"] == pytest.approx(right / 599)
-    assert f"{100 * right / 599:.1f}".removesuffix(".0") + " %" in page.words
+    assert f"{100 * right / 599:.1f}".removesuffix(".0") + " %" in page.text
 
 
-def test_the_surest_mistakes_are_shown_in_order(page: Page, answers: Any) -> None:
-    labels, guesses, odds = answers
-    wrong = np.flatnonzero(labels != guesses)
+def test_the_most_confident_mistakes_are_shown_in_order(page: Page, guesses: Guesses) -> None:
+    labels, guess, odds = guesses
+    wrong = np.flatnonzero(labels != guess)
     worst = wrong[np.argsort(-odds[wrong], kind="stable")][:MOST]
     assert len(worst) == MOST
-    said = re.findall(r"(\d) taken for (\d), ([\d.]+) % suredigits (\d+)", page.words)
+    shown = re.findall(r"(\d) taken for (\d), ([\d.]+) % suredigits (\d+)", page.text)
     test = open_data("digits").test
-    assert [(int(a), int(b)) for a, b, _, _ in said] == [(labels[i], guesses[i]) for i in worst]
-    assert [f"digits {number}" for *_, number in said] == [test.name(int(i)) for i in worst]
-    assert np.allclose([float(share) for _, _, share, _ in said], 100 * odds[worst], atol=0.06)
+    assert [(int(a), int(b)) for a, b, _, _ in shown] == [(labels[i], guess[i]) for i in worst]
+    assert [f"digits {number}" for *_, number in shown] == [test.name(int(i)) for i in worst]
+    assert np.allclose([float(share) for _, _, share, _ in shown], 100 * odds[worst], atol=0.06)
 
 
-def test_mistakes_show_the_digit_and_where_the_model_looked(run: Path, page: Page, answers: Any) -> None:
-    labels, guesses, odds = answers
-    wrong = np.flatnonzero(labels != guesses)
+def test_mistakes_show_the_digit_and_where_the_model_looked(run: Path, page: Page, guesses: Guesses) -> None:
+    labels, guess, odds = guesses
+    wrong = np.flatnonzero(labels != guess)
     first = int(wrong[np.argmax(odds[wrong])])
     digit = np.asarray(open_data("digits").test.image(first)).astype(np.float64)
     images = [tag["src"] for tag in page.named("img") if (tag["src"] or "").startswith("data:image/jpeg")]
@@ -164,33 +172,33 @@ def test_mistakes_show_the_digit_and_where_the_model_looked(run: Path, page: Pag
     assert np.abs(looked / 255 - overlay(large, grid / grid.sum())).mean() < 0.02
 
 
-def test_it_says_what_was_trained_on_what(page: Page) -> None:
-    for said in (
+def test_the_recipe_is_described(page: Page) -> None:
+    for text in (
         "trained from scratch on 1,198 images of 10 classes",
-        "All weights learned for 40 steps of 64 images",
-        "AdamW with a learning rate of 0.005, reached over 3 steps, then falling by a cosine",
+        "All weights were trained for 40 steps of 64 images",
+        "AdamW with a learning rate of 0.005, reached over 3 steps, then cosine decay",
         "2 layers of 2 heads, width 32, 4 x 4 patches",
         "test is 33% of the images",
     ):
-        assert said in page.words
+        assert text in page.text
 
 
 def test_commands_have_the_runs_own_path(run: Path, page: Page) -> None:
-    for verb in ("predict", "serve", "export", "inspect", "evaluate"):
-        assert f"vitlab {verb} {run}" in page.words
+    for command in ("predict", "serve", "export", "inspect", "evaluate"):
+        assert f"vitlab {command} {run}" in page.text
     strange = dataclasses.replace(subject_of(run), run="my runs/it's")
-    assert "vitlab serve &#x27;my runs/it&#x27;&quot;&#x27;&quot;&#x27;s&#x27;" in sections.next_steps(strange)
+    assert "vitlab serve &#39;my runs/it&#39;&#34;&#39;&#34;&#39;s&#39;" in section("commands", strange)
 
 
-def subject_of(run: Path) -> sections.Subject:
+def subject_of(run: Path) -> Subject:
     config = vitlab.load(run).config
-    return sections.Subject(str(run), read_history(run), config, open_data("digits"), cost(lambda: build(config)), 1)
+    return Subject(str(run), read_history(run), config, open_data("digits"), cost(lambda: build(config)), 1)
 
 
 # ---- the page
 
 
-def test_the_page_is_one_balanced_file_that_asks_for_nothing(run: Path, page: Page) -> None:
+def test_the_page_is_one_balanced_file_that_loads_nothing(run: Path, page: Page) -> None:
     assert page.open == []
     assert not page.named("script")
     assert not page.named("link")
@@ -200,7 +208,7 @@ def test_the_page_is_one_balanced_file_that_asks_for_nothing(run: Path, page: Pa
     assert "url(" not in (run / "report.html").read_text()
 
 
-def test_every_picture_has_words_and_figures_a_dark_twin(page: Page) -> None:
+def test_every_image_has_alt_text_and_figures_a_dark_version(page: Page) -> None:
     assert all(tag["alt"] for tag in page.named("img"))
     sources = page.named("source")
     assert len(sources) == 5  # loss, rate, accuracy, confusion, calibration
@@ -209,8 +217,8 @@ def test_every_picture_has_words_and_figures_a_dark_twin(page: Page) -> None:
     assert len(set(lights) | {tag["srcset"] for tag in sources}) == 10
 
 
-def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
-    names = ("<img src=x onerror=alert(1)>", 'a "quoted" & <b>bold', "${body}")
+def test_names_are_escaped(tmp_path: Path) -> None:
+    names = ("<img src=x onerror=alert(1)>", 'a "quoted" & <b>bold', "{{ 7 * 7 }}{% raw %}")
     noise = np.random.default_rng(0)
     for name in names:
         (tmp_path / "set" / name).mkdir(parents=True)
@@ -224,7 +232,7 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     assert found.open == []
     assert not [tag for tag in found.named("img") if not (tag["src"] or "").startswith("data:")]
     assert not [tag for tag in found.named("b") if tag.keys() - {"class"}]
-    assert all(found.words.count(name) >= 2 for name in names)
+    assert all(found.text.count(name) >= 2 for name in names)
 
 
 def test_many_classes_are_folded_and_listed_by_pairs() -> None:
@@ -233,24 +241,25 @@ def test_many_classes_are_folded_and_listed_by_pairs() -> None:
     labels = generator.integers(0, 80, 400)
     logits = generator.normal(size=(400, 80)).astype(np.float32)
     found = score(logits, labels, names, "", tuple(map(str, range(400))))
-    assert "<details" in sections.classes(found)
-    assert Page(sections.classes(found)).words.count("kind ") == 80
+    assert "<details" in section("classes", found)
+    assert Page(section("classes", found)).text.count("kind ") == 80
     few = score(logits[:, :9], labels % 9, names[:9], "", tuple(map(str, range(400))))
-    assert "<details" not in sections.classes(few)
-    assert Page(sections.confusions(found, None)).words.count("taken for") == 20
+    assert "<details" not in section("classes", few)
+    assert Page(section("confusions", found, None)).text.count("taken for") == 20
 
 
-def test_all_right_is_told_with_what_can_be_known() -> None:
+def test_a_perfect_score_has_a_lower_bound() -> None:
     logits = 9 * np.eye(3, dtype=np.float32)[np.arange(30) % 3]
     found = score(logits, np.arange(30) % 3, ("a", "b", "c"), "", tuple(map(str, range(30))))
     least = 100 * 0.05 ** (1 / 30)  # a model that is right at this rate gets all 30 right once in twenty times
-    assert f"at least {least:.1f} %" in Page(sections.tiles(found)).words
-    assert "No class was taken for another" in sections.confusions(found, None)
-    assert sections.mistakes(found, []) == ""
+    assert f"at least {least:.1f} %" in Page(section("tiles", found)).text
+    assert "No class was taken for another" in section("confusions", found, None)
+    assert section("mistakes", found, []).strip() == ""
 
 
 def test_a_resnet_shows_its_mistakes_without_attention() -> None:
     model = build(ResNetConfig(image_size=(16, 16), stages=(1,), width=32, classes=3))
+    assert model.head is not None
     torch.nn.init.normal_(model.head.weight)
     images = np.random.default_rng(0).integers(0, 256, (20, 16, 16, 3), dtype=np.uint8)
     source = ArraySource("noise", images, np.arange(20) % 3, ("a", "b", "c"))
@@ -258,27 +267,27 @@ def test_a_resnet_shows_its_mistakes_without_attention() -> None:
     seen: list[int] = []
     shown = worst_mistakes(found, model, source, "cpu", seen.append)
     assert len(shown) == min(MOST, int((found.guesses != found.labels).sum())) == len(seen)
-    assert all(one.looked is None for one in shown)
-    assert "where it looked" not in sections.mistakes(found, shown)
+    assert all(one.attention is None for one in shown)
+    assert "where it looked" not in section("mistakes", found, shown)
 
 
 def test_a_masked_run_has_a_shorter_report(tmp_path: Path) -> None:
     recipe = dataclasses.replace(SMALL, objective="masked", ema=0.0, steps=4, warmup=0)
     train(recipe, tmp_path / "masked", console=Console(quiet=True))
     found = Page(write_report(tmp_path / "masked").read_text())
-    assert "It has no classes of its own" in found.words
-    assert f"vitlab finetune photos/ --weights {tmp_path / 'masked'}" in found.words
-    assert "taken for" not in found.words
-    assert "vitlab predict" not in found.words
+    assert "It has no classes of its own" in found.text
+    assert f"vitlab finetune photos/ --weights {tmp_path / 'masked'}" in found.text
+    assert "taken for" not in found.text
+    assert "vitlab predict" not in found.text
 
 
-# ---- numbers and words
+# ---- descriptions
 
 
-def test_time_is_the_sum_over_stretches() -> None:
+def test_training_seconds_are_summed_between_records() -> None:
     speeds = [{"step": 10, "images_per_second": 50.0}, {"step": 30, "images_per_second": 200.0}]
-    assert spent(speeds, batch=100) == pytest.approx(10 * 100 / 50 + 20 * 100 / 200)
-    assert spent([], batch=100) == 0
+    assert training_seconds(speeds, batch=100) == pytest.approx(10 * 100 / 50 + 20 * 100 / 200)
+    assert training_seconds([], batch=100) == 0
 
 
 def test_smoothing_is_a_mean_over_neighbors() -> None:
@@ -294,47 +303,47 @@ def test_models_of_the_paper_are_called_by_their_names(name: str) -> None:
     assert model_name(configure(name, {})).endswith(name)
 
 
-def test_words() -> None:
-    assert [count(n) for n in (853, 85_798_656, 4.258e21)] == ["853", "85.8 M", "4.26e+03 E"]
+def test_descriptions() -> None:
+    assert [si_number(n) for n in (853, 85_798_656, 4.258e21)] == ["853", "85.8 M", "4.26e+03 E"]
     frozen = dataclasses.replace(SMALL, freeze="body", optimizer="sgd", decay="constant", warmup=0, ema=0.0)
-    said = how(frozen, 64)
-    assert said.startswith("The head alone learned for 40 steps of 64 images (each training image about 40 times)")
-    assert "SGD with a learning rate of 0.005. Images were cut to 80 to 100 % of the picture." in said
+    text = describe_recipe(frozen, 64)
+    assert text.startswith("Only the head was trained for 40 steps of 64 images (each training image about 40 times)")
+    assert "SGD with a learning rate of 0.005. Images were cropped to 80 to 100 % of their area." in text
 
 
-# ---- what may go wrong
+# ---- errors
 
 
-def test_the_verb_makes_it_again_the_same(run: Path) -> None:
+def test_the_command_writes_the_same_report_again(run: Path) -> None:
     before = (run / "report.html").read_text()
     (run / "report.html").unlink()
     done = CliRunner().invoke(app, ["report", str(run), "digits"])
     assert done.exit_code == 0, done.output
     assert f"report: {run / 'report.html'}" in done.output.replace("\n", "")
 
-    def lasting(text: str) -> str:
+    def without_times(text: str) -> str:
         return re.sub(r"images in .*? with reading them", "", text)
 
-    assert lasting((run / "report.html").read_text()) == lasting(before)
+    assert without_times((run / "report.html").read_text()) == without_times(before)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["report", "nowhere"], "nowhere has no recipe.json"),
         (["report", "{run}", "no-such-folder"], "there is no data set 'no-such-folder'"),
     ],
 )
-def test_mistakes_are_sentences(words: list[str], said: str, run: Path) -> None:
-    with pytest.raises(UserError, match=re.escape(said)):
-        CliRunner().invoke(app, [word.format(run=run) for word in words], catch_exceptions=False)
+def test_user_errors(arguments: list[str], message: str, run: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        CliRunner().invoke(app, [word.format(run=run) for word in arguments], catch_exceptions=False)
 
 
-def test_an_unfinished_run_and_data_that_moved_are_told(run: Path, tmp_path: Path) -> None:
-    said = json.loads((run / "recipe.json").read_text())
-    said["recipe"]["data"] = "gone/photos"
-    (tmp_path / "recipe.json").write_text(json.dumps(said))
-    with pytest.raises(UserError, match="has not come to its end; continue it with --resume"):
+def test_an_unfinished_run_and_data_that_moved_are_errors(run: Path, tmp_path: Path) -> None:
+    stored = json.loads((run / "recipe.json").read_text())
+    stored["recipe"]["data"] = "gone/photos"
+    (tmp_path / "recipe.json").write_text(json.dumps(stored))
+    with pytest.raises(UserError, match="is not finished; continue it with --resume"):
         write_report(tmp_path)
     for name in ("model.safetensors", "config.json", "log.jsonl"):
         (tmp_path / name).write_bytes((run / name).read_bytes())
@@ -349,31 +358,32 @@ def test_a_report_that_cannot_be_written_leaves_nothing(run: Path, monkeypatch: 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
+    monkeypatch.setattr(make, "make_page", lambda *_: "new")
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(UserError, match=r"report\.html cannot be written: No space left on device"):
         write_report(run)
     assert (sorted(run.iterdir()), (run / "report.html").read_bytes()) == before
 
 
-def test_without_matplotlib_the_run_is_saved_and_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_run_is_saved_and_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     small = ["depth=1", "width=16", "heads=2", "mlp=16", "steps=2", "warmup=0", "batch=8"]
     done = CliRunner().invoke(app, ["train", "digits", *small, "--out", str(tmp_path / "run")])
     assert done.exit_code == 0, done.output
-    said = done.output.replace("\n", " ")
-    assert "the model is saved, but there is no report: figures need matplotlib" in said
-    assert f"vitlab report {tmp_path / 'run'}" in said
-    assert vitlab.load(tmp_path / "run").config.depth == 1
+    printed = done.output.replace("\n", " ")
+    assert "the model is saved, but there is no report: figures need matplotlib" in printed
+    assert f"vitlab report {tmp_path / 'run'}" in printed
+    assert getattr(vitlab.load(tmp_path / "run").config, "depth", None) == 1
     assert not (tmp_path / "run" / "report.html").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", [["train", "digits"], ["finetune", "digits", "--weights", "none"]])
-def test_of_two_processes_the_first_writes_it(verb: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [["train", "digits"], ["finetune", "digits", "--weights", "none"]])
+def test_the_first_of_two_processes_writes_it(command: list[str], tmp_path: Path) -> None:
     torchrun = [str(VITLAB.with_name("torchrun")), "--standalone", "--nproc-per-node=2", "--no-python"]
     small = ["depth=1", "width=16", "heads=2", "mlp=16", "steps=4", "warmup=0", "batch=8", "device=cpu"]
-    words = [*torchrun, str(VITLAB), *verb, *small, "--out", str(tmp_path / "run")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=180)
+    arguments = [*torchrun, str(VITLAB), *command, *small, "--out", str(tmp_path / "run")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("report: ") == 1
     assert (tmp_path / "run" / "report.html").exists()
@@ -383,22 +393,22 @@ def test_of_two_processes_the_first_writes_it(verb: list[str], tmp_path: Path) -
 @pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_in_a_browser_it_fits_and_asks_nobody(run: Path, width: int, scheme: Any) -> None:
+def test_in_a_browser_it_fits_and_loads_nothing(run: Path, width: int, scheme: Any) -> None:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as tools:
         browser = tools.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
         window = browser.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme)
-        asked: list[str] = []
-        complaints: list[str] = []
-        window.on("request", lambda request: asked.append(request.url))
-        window.on("console", lambda message: complaints.append(message.text))
+        requests: list[str] = []
+        messages: list[str] = []
+        window.on("request", lambda request: requests.append(request.url))
+        window.on("console", lambda message: messages.append(message.text))
         window.goto(f"file://{run / 'report.html'}")
         assert window.evaluate("document.documentElement.scrollWidth") <= width
         assert window.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
         assert window.locator("figure.card").count() == MOST
-        assert not complaints
-        assert not [url for url in asked if not url.startswith(("file:", "data:"))]
+        assert not messages
+        assert not [url for url in requests if not url.startswith(("file:", "data:"))]
         background = window.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, re.findall(r"\d+", background))) < 200) == (scheme == "dark")
         assert len(window.pdf()) > 50_000

@@ -1,4 +1,4 @@
-"""Addresses: a server may redirect, drip, stay silent or flood; it never leads elsewhere and never holds anybody up."""
+"""URLs: servers that redirect, are slow, silent or send too much; none reaches a private network or blocks."""
 
 import io
 import socket
@@ -14,33 +14,33 @@ from vitlab.data.images import BrokenImage
 from vitlab.errors import UserError
 from vitlab.predict import web
 
-Talk = Callable[[bytes], Iterator[bytes]]
+Respond = Callable[[bytes], Iterator[bytes]]
 
 
-def picture() -> bytes:
+def png_bytes() -> bytes:
     data = io.BytesIO()
     Image.new("RGB", (9, 7), "red").save(data, "PNG")
     return data.getvalue()
 
 
-def answer(status: str, body: bytes = b"", *headers: str) -> bytes:
+def http_response(status: str, body: bytes = b"", *headers: str) -> bytes:
     lines = [f"HTTP/1.1 {status}", *headers, f"Content-Length: {len(body)}", "", ""]
     return "\r\n".join(lines).encode() + body
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Talk], str]]:
-    """Servers on this machine; each sends what a function makes of the request, piece by piece."""
+def serve() -> Iterator[Callable[[Respond], str]]:
+    """Start servers on this machine; each sends what a function of the request yields, piece by piece."""
     servers = []
 
-    def start(talk: Talk) -> str:
+    def start(respond: Respond) -> str:
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
                 try:
-                    for piece in talk(self.request.recv(1 << 16)):
+                    for piece in respond(self.request.recv(1 << 16)):
                         self.request.sendall(piece)
                 except OSError:
-                    pass  # who asked has gone
+                    pass  # the client has disconnected
 
         server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
         server.daemon_threads = True
@@ -54,23 +54,24 @@ def serve() -> Iterator[Callable[[Talk], str]]:
         server.server_close()
 
 
-def why(address: str) -> str:
+def reason(url: str) -> str:
+    """Why a URL cannot be fetched."""
     with pytest.raises(BrokenImage) as caught:
-        web.fetch(address)
+        web.fetch(url)
     assert "\n" not in str(caught.value)
     return caught.value.why
 
 
-def test_a_picture_and_its_request(serve: Callable[[Talk], str]) -> None:
-    asked = []
+def test_an_image_and_its_request(serve: Callable[[Respond], str]) -> None:
+    requests: list[bytes] = []
 
-    def talk(request: bytes) -> Iterator[bytes]:
-        asked.append(request)
-        yield answer("200 OK", picture())
+    def respond(request: bytes) -> Iterator[bytes]:
+        requests.append(request)
+        yield http_response("200 OK", png_bytes())
 
-    host = serve(talk)
-    assert web.fetch(f"http://{host}/a b/고양이.png?q=é&r=1#part") == picture()
-    first, *headers = asked[0].decode().split("\r\n")
+    host = serve(respond)
+    assert web.fetch(f"http://{host}/a b/고양이.png?q=é&r=1#part") == png_bytes()
+    first, *headers = requests[0].decode().split("\r\n")
     assert first == "GET /a%20b/%EA%B3%A0%EC%96%91%EC%9D%B4.png?q=%C3%A9&r=1 HTTP/1.1"
     assert f"Host: {host}" in headers
     assert sum(line.startswith("Host:") for line in headers) == 1
@@ -86,71 +87,78 @@ def test_a_picture_and_its_request(serve: Callable[[Talk], str]) -> None:
         "http://2130706433:{port}/",
     ],
 )
-def test_a_redirection_into_this_machine_is_refused(serve: Callable[[Talk], str], location: str) -> None:
-    met: list[bytes] = []
+def test_a_redirection_to_this_machine_is_refused(serve: Callable[[Respond], str], location: str) -> None:
+    reached: list[bytes] = []
 
     def secret(request: bytes) -> Iterator[bytes]:
-        met.append(request)
-        yield answer("200 OK", picture())
+        reached.append(request)
+        yield http_response("200 OK", png_bytes())
 
     port = serve(secret).rpartition(":")[2]
-    host = serve(lambda _: iter([answer("302 Found", b"", "Location: " + location.format(port=port))]))
-    assert "no public address" in why(f"http://{host}/")
-    assert not met
+    host = serve(lambda _: iter([http_response("302 Found", b"", "Location: " + location.format(port=port))]))
+    assert "not a public address" in reason(f"http://{host}/")
+    assert not reached
 
 
-def test_a_typed_server_may_redirect_to_itself_a_few_times(serve: Callable[[Talk], str]) -> None:
-    def talk(request: bytes) -> Iterator[bytes]:
+def test_a_typed_server_may_redirect_to_itself_a_few_times(serve: Callable[[Respond], str]) -> None:
+    def respond(request: bytes) -> Iterator[bytes]:
         step = int(request.split()[1].strip(b"/"))
-        yield answer("200 OK", picture()) if step == 0 else answer("301 Moved", b"", f"Location: /{step - 1}")
+        yield (
+            http_response("200 OK", png_bytes())
+            if step == 0
+            else http_response("301 Moved", b"", f"Location: /{step - 1}")
+        )
 
-    host = serve(talk)
-    assert web.fetch(f"http://{host}/5") == picture()
-    assert "redirected more than 5 times" in why(f"http://{host}/6")
+    host = serve(respond)
+    assert web.fetch(f"http://{host}/5") == png_bytes()
+    assert "redirected more than 5 times" in reason(f"http://{host}/6")
 
 
 @pytest.mark.parametrize(
     "location", ["file:///etc/passwd", "ftp://127.0.0.1/x", "http://[::1", "https:///", "gopher:x"]
 )
-def test_a_redirection_to_what_is_no_address(serve: Callable[[Talk], str], location: str) -> None:
-    host = serve(lambda _: iter([answer("302 Found", b"", f"Location: {location}")]))
-    assert why(f"http://{host}/") == f"it is redirected to '{location}', which is no http or https address"
+def test_a_redirection_to_another_scheme_or_an_invalid_url(serve: Callable[[Respond], str], location: str) -> None:
+    host = serve(lambda _: iter([http_response("302 Found", b"", f"Location: {location}")]))
+    assert reason(f"http://{host}/") == f"it is redirected to '{location}', which is not an http or https URL"
 
 
-def test_a_name_that_stands_for_this_machine_is_refused() -> None:
-    assert "no public address; type that address itself" in why("http://2130706433:9/")  # a number, to a resolver
+def test_a_name_that_resolves_to_this_machine_is_refused() -> None:
+    assert "not a public address; type that address itself" in reason(
+        "http://2130706433:9/"
+    )  # a resolver reads the number as 127.0.0.1
 
 
-def test_a_name_is_asked_for_once(serve: Callable[[Talk], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was checked is what is connected to; a second answer of the name service could be another."""
-    port = int(serve(lambda _: iter([answer("200 OK", picture())])).rpartition(":")[2])
-    real, asked = socket.getaddrinfo, []
+def test_a_name_is_resolved_once(serve: Callable[[Respond], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address that was checked is the one connected to; a second DNS answer could differ."""
+    port = int(serve(lambda _: iter([http_response("200 OK", png_bytes())])).rpartition(":")[2])
+    real = socket.getaddrinfo
+    names: list[str] = []
 
-    def resolver(host: str, *others: object, **more: object) -> object:
-        asked.append(host)
+    def resolver(host: str, *_: object, **__: object) -> object:
+        names.append(host)
         return real("127.0.0.1", port, type=socket.SOCK_STREAM)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolver)
-    assert web.fetch(f"http://localhost:{port}/") == picture()
-    assert asked == ["localhost"]
+    assert web.fetch(f"http://localhost:{port}/") == png_bytes()
+    assert names == ["localhost"]
 
 
-def drip_headers(_: bytes) -> Iterator[bytes]:
+def slow_headers(_: bytes) -> Iterator[bytes]:
     yield b"HTTP/1.1 200 OK\r\n"
     for i in range(100):
         time.sleep(0.05)
-        yield f"X-{i}: drip\r\n".encode()
+        yield f"X-{i}: slow\r\n".encode()
 
 
-def drip_status(_: bytes) -> Iterator[bytes]:
-    for _ in range(200):
+def slow_status(_: bytes) -> Iterator[bytes]:
+    for _i in range(200):
         time.sleep(0.05)
         yield b"H"
 
 
-def drip_body(_: bytes) -> Iterator[bytes]:
+def slow_body(_: bytes) -> Iterator[bytes]:
     yield b"HTTP/1.1 200 OK\r\n\r\n"  # until the connection ends
-    for _ in range(200):
+    for _i in range(200):
         time.sleep(0.05)
         yield b"x"
 
@@ -160,45 +168,45 @@ def silence(_: bytes) -> Iterator[bytes]:
     yield b""
 
 
-@pytest.mark.parametrize("talk", [drip_headers, drip_status, drip_body, silence])
+@pytest.mark.parametrize("respond", [slow_headers, slow_status, slow_body, silence])
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_one_deadline_for_everything(
-    serve: Callable[[Talk], str], monkeypatch: pytest.MonkeyPatch, talk: Talk, scheme: str
+def test_one_timeout_for_everything(
+    serve: Callable[[Respond], str], monkeypatch: pytest.MonkeyPatch, respond: Respond, scheme: str
 ) -> None:
-    monkeypatch.setattr(web, "PATIENCE", 0.4)
-    host = serve(talk)
+    monkeypatch.setattr(web, "TIMEOUT", 0.2)
+    host = serve(respond)
     start = time.monotonic()
-    found = why(f"{scheme}://{host}/")
+    message = reason(f"{scheme}://{host}/")
     assert time.monotonic() - start < 1.5
-    if scheme == "http" or talk is silence:
-        assert "did not come complete within" in found
+    if scheme == "http" or respond is silence:
+        assert "did not arrive completely within" in message
 
 
-def test_a_flood(serve: Callable[[Talk], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_response_that_is_too_large(serve: Callable[[Respond], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web, "LARGEST", 1 << 20)
     host = serve(lambda _: iter([b"HTTP/1.1 200 OK\r\n\r\n", *[bytes(1 << 16)] * 64]))
-    assert "larger than 1 MB" in why(f"http://{host}/")
+    assert "larger than 1 MB" in reason(f"http://{host}/")
 
 
 @pytest.mark.parametrize(
-    "talk",
+    "respond",
     [
         lambda _: iter([b"nonsense\r\n\r\n"]),
         lambda _: iter([b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort"]),
         lambda _: iter([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n"]),
         lambda _: iter([b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 1000 + b"\r\n"]),
-        lambda _: iter([answer("404 No\x1b[2J Such", b"")]),
+        lambda _: iter([http_response("404 No\x1b[2J Such", b"")]),
         lambda _: iter([]),
     ],
 )
-def test_answers_that_are_none(serve: Callable[[Talk], str], talk: Talk) -> None:
-    assert why(f"http://{serve(talk)}/")
+def test_invalid_responses(serve: Callable[[Respond], str], respond: Respond) -> None:
+    assert reason(f"http://{serve(respond)}/")
 
 
-@pytest.mark.parametrize("address", ["http://[::1", "http://host:port/", "http://host:999999/", "http://", "http:///x"])
-def test_addresses_that_are_none(address: str) -> None:
-    with pytest.raises(UserError, match=r"is no valid address|names no host"):
-        web.check_address(address, True)
+@pytest.mark.parametrize("url", ["http://[::1", "http://host:port/", "http://host:999999/", "http://", "http:///x"])
+def test_invalid_urls(url: str) -> None:
+    with pytest.raises(UserError, match=r"is not a valid URL|names no host"):
+        web.check_url(url, True)
 
 
 @pytest.mark.parametrize(

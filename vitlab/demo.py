@@ -1,7 +1,7 @@
-"""`vitlab demo`: a small ViT learns handwritten digits, on any CPU; then its answers, its mistakes and its insides.
+"""`vitlab demo`: train a small ViT on handwritten digits, on any CPU, and show its predictions and mistakes.
 
-The run's folder gets digits as files beside it, to try the other verbs on: samples/, one of each, and photos/, class
-folders as one's own photos would lie. All of them are digits the model never saw.
+The run's folder also gets digits as files, to try the other commands on: samples/, one of each, and photos/, with one
+folder per class. All of them are from the test set.
 """
 
 from pathlib import Path
@@ -35,26 +35,26 @@ NEXT = (
         "vitlab finetune photos/ --weights google/vit-base-patch16-224 --out runs/mine",
         "one folder per class in photos/",
     ),
-    ("vitlab predict runs/mine photo.jpg", "what is in a picture"),
-    ("vitlab serve runs/mine", "a page to drop pictures on"),
+    ("vitlab predict runs/mine photo.jpg", "the class of an image"),
+    ("vitlab serve runs/mine", "a web page to drop images on"),
 )
 
 
 def begin(console: Console, out: Path) -> tuple[Recipe, bool]:
-    """The recipe, and whether there is a run in `out` to go on with."""
+    """The recipe, and whether there is a run in `out` to resume."""
     recipe = find("digits").recipe
     images = len(open_data(recipe.data, seed=recipe.seed).train)
-    there = stored_recipe(out) is not None
-    if there and (out / WEIGHTS).exists():
-        say(console, f"{out} holds the demo's model already; it is used as it is (remove the folder to train anew)")
+    resume = stored_recipe(out) is not None
+    if resume and (out / WEIGHTS).exists():
+        print_line(console, f"{out} already has the demo's model, which is used (remove the folder to train again)")
     else:
-        verb = "going on training" if there else "training"
-        say(console, f"{verb} a small ViT on {images:,} handwritten digits of 8x8 pixels")
-    return recipe, there
+        action = "resuming training of" if resume else "training"
+        print_line(console, f"{action} a small ViT on {images:,} handwritten digits of 8x8 pixels")
+    return recipe, resume
 
 
 def tell(console: Console, out: Path) -> None:
-    """What the finished run in `out` can do."""
+    """Show what the finished run in `out` predicts, and write samples and figures to its folder."""
     data = open_data(find("digits").recipe.data)
     model = load(out)
     assert isinstance(model, ViT)
@@ -63,20 +63,20 @@ def tell(console: Console, out: Path) -> None:
     show_mistakes(console, tests, guesses)
     show_steps(console, model, tests.images[:1])
     write_digits(data.test, out)
-    say(console, f"\nvitlab predict {out} {out / 'samples'}")
+    print_line(console, f"\nvitlab predict {out} {out / 'samples'}")
     predict_files(str(out), [str(out / "samples")], kind="table")
     try:
         Gallery(model, out / "inside", FIGURES).write([out / "samples" / "3.png"], lambda line: None)
-    except UserError as error:  # matplotlib is an option
-        say(console, f"no figures: {error}")
+    except UserError as error:  # matplotlib is optional
+        print_line(console, f"no figures: {error}")
     show_end(console, out)
 
 
 def show_end(console: Console, out: Path) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_row("report.html", "how it learned, its mistakes: open it in a browser")
-    table.add_row("inside/", "where it looks, and the five steps as pictures")
-    table.add_row("photos/, samples/", "digits to try the other verbs on, as in docs/tutorial.md")
+    table.add_row("report.html", "training curves, accuracy, mistakes: open it in a browser")
+    table.add_row("inside/", "attention, and the five steps as images")
+    table.add_row("photos/, samples/", "digits to try the other commands on, as in docs/tutorial.md")
     console.print(f"\nin {out}:", highlight=False)
     console.print(table, highlight=False)
     console.print("\nNext, with your own photos:", style="bold", highlight=False)
@@ -84,7 +84,7 @@ def show_end(console: Console, out: Path) -> None:
         console.print(f"  {command}   [dim]# {what}[/]", highlight=False, markup=True, soft_wrap=True)
 
 
-def say(console: Console, line: str) -> None:
+def print_line(console: Console, line: str) -> None:
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -92,7 +92,7 @@ def say(console: Console, line: str) -> None:
 
 
 def write_digits(source: ImageSource, out: Path) -> None:
-    """Of each digit one file in samples/ and twenty others in photos/."""
+    """Write one file of each digit to samples/ and twenty others to photos/."""
     try:
         for label, name in enumerate(source.classes):
             first, *others = np.flatnonzero(source.labels == label)[: PHOTOS + 1].tolist()
@@ -110,7 +110,7 @@ def write_digits(source: ImageSource, out: Path) -> None:
 
 
 def read_all(model: ViT, data: Data) -> Batch:
-    """The whole test set, as one batch."""
+    """The complete test set, as one batch."""
     loader = EvalLoader(data.test, model.config.image_size, model.card.preprocess, batch=len(data.test))
     return next(iter(loader.batches()))
 
@@ -132,8 +132,8 @@ def show_steps(console: Console, model: ViT, image: Tensor) -> None:
     table.add_row("1", f"cut into {h} x {w} patches of {size} x {size} pixels", f"{h * w} x {3 * size * size}")
     table.add_row("2", "project each patch to a token", shape(model.patches(image)))
     table.add_row("3", "put a class token first, add positions", shape(tokens))
-    table.add_row("4", f"{model.config.depth} encoder blocks: attend, then think", shape(tokens))
-    table.add_row("5", f"classify the class token: it says {logits.argmax()}", shape(logits))
+    table.add_row("4", f"{model.config.depth} encoder blocks: attention, then MLP", shape(tokens))
+    table.add_row("5", f"classify the class token: the prediction is {logits.argmax()}", shape(logits))
     console.print(table)
 
 
@@ -144,16 +144,16 @@ def show_mistakes(console: Console, tests: Batch, guesses: Tensor) -> None:
     console.print(f"its {len(wrong)} mistakes:" if len(wrong) <= MOST_SHOWN else f"{MOST_SHOWN} of its mistakes:")
     cards = []
     for i in wrong[:MOST_SHOWN]:
-        words = f"a {tests.labels[i]}, taken for {guesses[i]}"
-        cards.append(Text.assemble(picture(tests.images[i]), words) if console.color_system else Text(words))
+        caption = f"a {tests.labels[i]}, taken for {guesses[i]}"
+        cards.append(Text.assemble(image_text(tests.images[i]), caption) if console.color_system else Text(caption))
     console.print(Columns(cards, padding=(0, 3)))
 
 
-def picture(image: Tensor) -> Text:
-    """An image in the terminal: a half block in two greys is two pixels."""
-    grey = ((image[0] + 1) * 127.5).round().clamp(0, 255).int().tolist()
+def image_text(image: Tensor) -> Text:
+    """An image for the terminal: each half block in two shades of gray is two pixels."""
+    gray = ((image[0] + 1) * 127.5).round().clamp(0, 255).int().tolist()
     text = Text()
-    for top, bottom in zip(grey[::2], grey[1::2], strict=True):
+    for top, bottom in zip(gray[::2], gray[1::2], strict=True):
         for a, b in zip(top, bottom, strict=True):
             text.append("▀", f"rgb({a},{a},{a}) on rgb({b},{b},{b})")
         text.append("\n")

@@ -122,6 +122,14 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode("utf-8", "surrogateescape"))  # paths that are no text keep their bytes
 
 
+def read_text(path: Path) -> str:
+    """The text of a file; one that cannot be read or is no UTF-8 is a UserError."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
 @contextlib.contextmanager
 def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a file that replaces `path` when the block ends, and is removed where the block raises."""
@@ -138,14 +146,6 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     finally:
         with contextlib.suppress(OSError):  # gone after the replacement; a read-only disk never had it
             new.unlink()
-
-
-def read_text(path: Path) -> str:
-    """The text of a file; one that cannot be read or is no UTF-8 is a UserError."""
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def cache_folder() -> Path:

@@ -49,11 +49,11 @@ def warn(line: str) -> None:
 
 
 @contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+def progress(title: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal, nothing elsewhere; call what it gives with the images that are done."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task(title, total=total)
         yield lambda images: bar.advance(task, images)
 

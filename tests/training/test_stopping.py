@@ -98,7 +98,7 @@ def test_while_a_report_is_written(
     run = tmp_path / "run"
     shutil.copytree(plain_run(), run)
     before = sorted(run.iterdir())
-    send_signal_in(monkeypatch, make, "draw", number, 1)
+    send_signal_in(monkeypatch, make, "draw_figures", number, 1)
     code, _, printed = command("report", str(run))
     assert (code, printed.strip()) == (128 + number, "stopped; the folder is as it was")
     assert sorted(run.iterdir()) == before
@@ -108,7 +108,7 @@ def test_while_a_report_is_written(
 def test_while_a_run_writes_its_report(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    send_signal_in(monkeypatch, make, "test", number, 1)
+    send_signal_in(monkeypatch, make, "evaluate_test", number, 1)
     small = ["depth=1", "width=16", "heads=2", "mlp=16", "steps=2", "warmup=0", "batch=8"]
     code, _, printed = command("train", "digits", *small, "--out", str(tmp_path / "run"))
     assert code == 128 + number

@@ -1,8 +1,8 @@
-"""A model as one file for other programs: ONNX, in float32, half precision or int8, or torch's own export.
+"""Models as files for other programs: ONNX, in float32, half precision or int8, or torch.export.
 
-A file appears only after the runtime that will run it has computed on pictures what the model computes.
+A file is renamed to its place only after its own runtime has computed on images what the model computes.
 """
 
-from vitlab.export.run import Report, export
+from vitlab.export.run import ExportResult, export
 
-__all__ = ["Report", "export"]
+__all__ = ["ExportResult", "export"]

@@ -1,43 +1,49 @@
-"""Whether a written file computes what the model does, and how fast: on pictures, by the runtime that will run it."""
+"""Compare an exported file with its model, on images and in the runtime that will run it; and measure its speed."""
 
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
+from rich.status import Status
 from torch import Tensor, nn
 
 from vitlab.data.transforms import normalize
 from vitlab.errors import UserError
-from vitlab.export.images import Pictures
+from vitlab.export.images import ImageSet
 from vitlab.export.onnx import stride_of
 from vitlab.models.config import Preprocess, Size
 from vitlab.models.variants import Model
+from vitlab.terminal import track
 
 Runner = Callable[[Tensor], Tensor]  # images (b, 3, height, width) to logits (b, K)
 BATCHES = (1, 16)
-CHECKED = 64  # pictures that logits are compared on
-LIMITS = {"fp32": 1e-4, "fp16": 0.05}  # how far a logit may be off; more where logits grow beyond
-USUAL = 10.0
-AT_ONCE = 8  # images in a batch whose speed is measured
+COMPARED = 64  # images that logits are compared on
+LIMITS = {"fp32": 1e-4, "fp16": 0.05}  # how far a logit may be off; in proportion where logits exceed
+USUAL_LOGIT = 10.0
+SPEED_BATCH = 8
 ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class Check:
-    """How far the file's logits are from the model's on pictures of one size."""
+class Comparison:
+    """The largest difference between the file's logits and the model's, on images of one size."""
 
     size: Size
     images: int
     title: str
     difference: float
+
+    def line(self, file: str) -> str:
+        """The result as a line to print."""
+        return (
+            f"largest difference between {file}'s logits and the model's: {self.difference:.2g} ({self.images} images "
+            f"of {self.title} at {self.size[0]}x{self.size[1]}, in batches of {' and '.join(map(str, BATCHES))})"
+        )
 
 
 def torch_runner(module: nn.Module) -> Runner:
@@ -49,8 +55,13 @@ def torch_runner(module: nn.Module) -> Runner:
 
 
 def onnx_runner(path: Path) -> Runner:
-    """The file in ONNX Runtime on the CPU, on as many threads as torch takes."""
-    session = onnx_session(path)
+    """The file in ONNX Runtime on the CPU, on as many threads as torch uses."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
 
     def run(images: Tensor) -> Tensor:
@@ -59,69 +70,59 @@ def onnx_runner(path: Path) -> Runner:
     return run
 
 
-def onnx_session(path: Path) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
-def logits_of(run: Runner, pixels: Tensor, preprocess: Preprocess, batch: int, title: str) -> Tensor:
-    """(n, 3, h, w) bytes to (n, K), with a bar."""
-    console = Console(stderr=True)
-    starts = range(0, len(pixels), batch)
-    shown = track(starts, title, console=console, transient=True, disable=not console.is_terminal)
-    return torch.cat([run(normalize(pixels[at : at + batch], preprocess)) for at in shown])
+def compute_logits(run: Runner, pixels: Tensor, preprocess: Preprocess, batch: int, title: str) -> Tensor:
+    """Logits (n, K) of bytes (n, 3, h, w), with a progress bar."""
+    starts = track(range(0, len(pixels), batch), title)
+    return torch.cat([run(normalize(pixels[at : at + batch], preprocess)) for at in starts])
 
 
 def largest_difference(exported: Runner, model: Runner, pixels: Tensor, preprocess: Preprocess) -> tuple[float, float]:
-    """The largest difference of a logit over the pictures, in batches of one and of more, and the largest logit."""
-    wanted = logits_of(model, pixels, preprocess, BATCHES[-1], "running the model").double()
+    """The largest difference of a logit over the images, in batches of each size, and the largest logit."""
+    expected = compute_logits(model, pixels, preprocess, BATCHES[-1], "running the model").double()
     worst = 0.0
     for batch in BATCHES:
-        got = logits_of(exported, pixels, preprocess, batch, f"running the file in batches of {batch}").double()
-        difference = (got - wanted).abs().max()
-        worst = max(worst, float(difference.nan_to_num(nan=torch.inf)))
-    return worst, float(wanted.abs().max())
+        logits = compute_logits(exported, pixels, preprocess, batch, f"running the file in batches of {batch}").double()
+        worst = max(worst, float((logits - expected).abs().max().nan_to_num(nan=torch.inf)))
+    return worst, float(expected.abs().max())
 
 
-def compare(exported: Runner, model: Model, pictures: Pictures, dynamic_size: bool, limit: float) -> tuple[Check, ...]:
-    """The checks at the model's own size and, where any will do, at another; a bad one is an error."""
-    pictures = pictures.some(CHECKED)
+def compare(
+    exported: Runner, model: Model, images: ImageSet, dynamic_size: bool, limit: float
+) -> tuple[Comparison, ...]:
+    """Compare at the model's own size and, with `dynamic_size`, at another; UserError if a logit is too far off."""
+    images = images.sample(COMPARED)
     sizes = [model.config.image_size, *([another_size(model)] if dynamic_size else [])]
-    checks = []
+    comparisons = []
     for size in sizes:
         reference = torch_runner(copy.deepcopy(model).resize(size))
-        pixels = pictures.pixels(size, model.card.preprocess)
+        pixels = images.pixels(size, model.card.preprocess)
         difference, largest = largest_difference(exported, reference, pixels, model.card.preprocess)
-        allowed = limit * max(1, largest / USUAL)
+        allowed = limit * max(1, largest / USUAL_LOGIT)
         if not difference <= allowed:
             raise UserError(
-                f"nothing is written: on {pictures.title} at {size[0]}x{size[1]} the exported logits differ from the "
+                f"nothing is written: on {images.title} at {size[0]}x{size[1]} the exported logits differ from the "
                 f"model's by up to {difference:.2g}, more than {allowed:.2g}"
             )
-        checks.append(Check(size, len(pixels), pictures.title, difference))
-    return tuple(checks)
+        comparisons.append(Comparison(size, len(pixels), images.title, difference))
+    return tuple(comparisons)
 
 
 def another_size(model: Model) -> Size:
-    """Larger, and of another shape."""
+    """A larger image size of another shape."""
     stride = stride_of(model)
     height, width = model.config.image_size
     return stride * math.ceil(1.5 * height / stride), width + stride
 
 
-def agreement(exported: Runner, wanted: Tensor, pixels: Tensor, preprocess: Preprocess) -> tuple[float, float]:
-    """The share of pictures whose best class is the same, and the largest difference of a logit."""
-    got = logits_of(exported, pixels, preprocess, BATCHES[-1], "measuring agreement")
-    return float((got.argmax(1) == wanted.argmax(1)).double().mean()), float((got - wanted).abs().max())
+def agreement(exported: Runner, expected: Tensor, pixels: Tensor, preprocess: Preprocess) -> tuple[float, float]:
+    """The share of images with the same best class as in `expected` (n, K), and the largest difference of a logit."""
+    logits = compute_logits(exported, pixels, preprocess, BATCHES[-1], "measuring agreement")
+    return float((logits.argmax(1) == expected.argmax(1)).double().mean()), float((logits - expected).abs().max())
 
 
 def seconds_per_image(runners: list[Runner], pixels: Tensor, preprocess: Preprocess) -> list[float]:
-    """The best of a few rounds each, taken in turns, so that whatever else the machine does meets all alike."""
-    images = normalize(pixels[:AT_ONCE], preprocess)
+    """The best of a few rounds of each, interleaved, so that other load on the machine affects all alike."""
+    images = normalize(pixels[:SPEED_BATCH], preprocess)
     best = [float("inf")] * len(runners)
     for _ in range(ROUNDS):
         for number, run in enumerate(runners):
@@ -131,11 +132,6 @@ def seconds_per_image(runners: list[Runner], pixels: Tensor, preprocess: Preproc
     return best
 
 
-@contextmanager
-def status(words: str) -> Iterator[None]:
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status(f"{words} ..."):
-            yield
-    else:
-        yield
+def status(title: str) -> Status:
+    """A spinner on the standard error while work goes on, where that is a terminal."""
+    return Console(stderr=True).status(f"{title} ...")

@@ -1,4 +1,4 @@
-"""Pictures that an export is calibrated and checked with: the user's own, or generated ones where there are none."""
+"""The images that an export is calibrated and compared on: the user's own, or generated ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,6 @@ from typing import Protocol
 import numpy as np
 import torch
 from PIL import Image
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from vitlab.data.images import BrokenImage
@@ -18,14 +16,15 @@ from vitlab.data.source import ImageSource
 from vitlab.data.transforms import eval_pixels
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
-from vitlab.predict.inputs import find
+from vitlab.predict.inputs import find_inputs
+from vitlab.terminal import track
 
 GENERATED = 64
-PACKED = ("*.parquet", "data/*.parquet", "train*/*.parquet", "*.tar")  # in a folder: a set, not loose pictures
+PACKED = ("*.parquet", "data/*.parquet", "train*/*.parquet", "*.tar")  # in a folder: a data set, not single images
 
 
-class Shelf(Protocol):
-    """Pictures by number."""
+class IndexedImages(Protocol):
+    """Images by number."""
 
     def __len__(self) -> int: ...
 
@@ -33,60 +32,54 @@ class Shelf(Protocol):
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Some pictures of a shelf; `title` says where they come from."""
+class ImageSet:
+    """Some images of a source; `title` names where they come from."""
 
     title: str
-    shelf: Shelf
+    source: IndexedImages
     indices: Sequence[int]
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def pixels(self, size: Size, preprocess: Preprocess) -> Tensor:
-        """(n, 3, height, width) bytes, framed as in evaluation; pictures that cannot be read are left out."""
-        console = Console(stderr=True)
-        found, why = [], ""
-        for index in track(
-            self.indices,
-            "reading images",
-            console=console,
-            transient=True,
-            disable=not console.is_terminal or len(self) <= GENERATED,
-        ):
+        """Bytes (n, 3, height, width), resized and cropped as in evaluation; unreadable images are left out.
+
+        Raises UserError if none can be read.
+        """
+        pixels, why = [], ""
+        for index in track(self.indices, "reading images") if len(self) > GENERATED else self.indices:
             try:
-                found.append(eval_pixels(self.shelf.image(index), size, preprocess))
+                pixels.append(eval_pixels(self.source.image(index), size, preprocess))
             except BrokenImage as bad:
                 why = str(bad)
-        if not found:
+        if not pixels:
             raise UserError(f"none of the images of {self.title} can be read, such as {why}")
-        return torch.stack(found)
+        return torch.stack(pixels)
 
-    def some(self, count: int) -> "Pictures":
-        """So many of them, evenly spread: sets often lie sorted by class."""
-        return Pictures(self.title, self.shelf, [self.indices[i] for i in spread(len(self), count)])
+    def sample(self, count: int) -> "ImageSet":
+        """At most `count` of them, evenly spread, since data sets are often sorted by class."""
+        n = len(self)
+        spread = np.unique(np.linspace(0, n - 1, min(n, count)).round().astype(int)).tolist()
+        return ImageSet(self.title, self.source, [self.indices[i] for i in spread])
 
-    def without(self, others: "Pictures") -> "Pictures":
-        taken = set(others.indices)
-        return Pictures(self.title, self.shelf, [index for index in self.indices if index not in taken])
-
-
-def spread(n: int, count: int) -> list[int]:
-    return np.unique(np.linspace(0, n - 1, min(n, count)).round().astype(int)).tolist()
+    def without(self, others: "ImageSet") -> "ImageSet":
+        excluded = set(others.indices)
+        return ImageSet(self.title, self.source, [index for index in self.indices if index not in excluded])
 
 
-def open_pictures(word: str | None) -> Pictures:
-    """The pictures a word names: a folder, a file, a pattern or a data set; none: generated ones."""
-    if word is None:
-        return Pictures("generated pictures", Generated(), range(GENERATED))
-    path = Path(word).expanduser()
-    packed = word.endswith((".parquet", ".tar")) or any(next(path.glob(pattern), None) for pattern in PACKED)
-    loose = not packed and (path.exists() or "*" in word)
-    shelf: Shelf = find([word]) if loose else Splits(word)
-    return Pictures(word, shelf, range(len(shelf)))
+def open_images(name: str | None) -> ImageSet:
+    """The images of a folder, a file, a pattern or a data set; None: generated ones."""
+    if name is None:
+        return ImageSet("generated images", GeneratedImages(), range(GENERATED))
+    path = Path(name).expanduser()
+    packed = name.endswith((".parquet", ".tar")) or any(next(path.glob(pattern), None) for pattern in PACKED)
+    single_files = not packed and (path.exists() or "*" in name)
+    source: IndexedImages = find_inputs([name]) if single_files else AllSplits(name)
+    return ImageSet(name, source, range(len(source)))
 
 
-class Splits:
+class AllSplits:
     """All splits of a data set, one after another."""
 
     def __init__(self, name: str) -> None:
@@ -104,20 +97,20 @@ class Splits:
         raise IndexError(index)
 
 
-class Generated:
-    """Smooth clouds of color under a few hard edges: detail at several scales, as photos have."""
+class GeneratedImages:
+    """Random images of smooth noise and rectangles, with detail at several scales, as photos have."""
 
     def __len__(self) -> int:
         return GENERATED
 
     def image(self, index: int) -> Image.Image:
-        draws = np.random.default_rng(index)
-        picture = np.zeros((256, 256, 3))
+        rng = np.random.default_rng(index)
+        pixels = np.zeros((256, 256, 3))
         for cells in (2, 5, 16, 64):
-            cloud = Image.fromarray(draws.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
-            picture += np.asarray(cloud.resize((256, 256), Image.Resampling.BICUBIC)) / cells**0.5
+            cloud = Image.fromarray(rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
+            pixels += np.asarray(cloud.resize((256, 256), Image.Resampling.BICUBIC)) / cells**0.5
         for _ in range(4):
-            top, left, height, width = draws.integers(16, 192, 4)
-            picture[top : top + height, left : left + width] += draws.normal(0, 80, 3)
-        low, high = picture.min(), picture.max()
-        return Image.fromarray(((picture - low) * (255 / (high - low))).astype(np.uint8))
+            top, left, height, width = rng.integers(16, 192, 4)
+            pixels[top : top + height, left : left + width] += rng.normal(0, 80, 3)
+        low, high = pixels.min(), pixels.max()
+        return Image.fromarray(((pixels - low) * (255 / (high - low))).astype(np.uint8))

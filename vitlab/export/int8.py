@@ -1,10 +1,11 @@
-"""An ONNX file with int8 layers that agrees with float, or none: calibrate, choose, write, measure."""
+"""An ONNX file with int8 layers that agrees with float, or an error: calibrate, choose layers, write, measure."""
 
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vitlab.errors import UserError
@@ -12,162 +13,183 @@ from vitlab.export import onnx
 from vitlab.export.compare import (
     BATCHES,
     LIMITS,
-    Check,
+    SPEED_BATCH,
+    Comparison,
     Runner,
     agreement,
     compare,
-    logits_of,
+    compute_logits,
     onnx_runner,
     seconds_per_image,
     status,
 )
-from vitlab.export.graph import any_size, plain
-from vitlab.export.images import Pictures
-from vitlab.export.qdq import quantized
-from vitlab.export.quantize import Scale, calibrate, dense_layers, enough, margin_changes, ranked
+from vitlab.export.graph import any_size, export_module, traceable
+from vitlab.export.images import ImageSet
+from vitlab.export.qdq import quantize_layers
+from vitlab.export.quantize import Scale, calibrate, count_float_layers, dense_layers, margin_changes, rank_layers
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
 
-CALIBRATED = 128  # pictures that ranges are taken from,
-WATCHED = 64  # of these, those on which layers are chosen, and
-MEASURED = 1024  # others on which the agreement is measured,
-APART = 200  # if there are so many others
+CALIBRATION = 128  # images that ranges are taken from,
+CHOICE = 64  # of these, those that layers are chosen on, and
+MEASURED = 1024  # others that the agreement is measured on,
+SEPARATE = 200  # if there are at least so many others
 FEWEST = 16
 SLACK = 0.8  # of the disagreement allowed, how much is aimed at first
 TRIES, STEP = 4, 4  # how often, and at least how many layers more are left float each time
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is asked for."""
+class Int8Request:
+    """What to export, and on which images."""
 
     model: Model
     dynamic_size: bool
-    calibration: Pictures
-    check: Pictures | None  # pictures to measure on; None: those of calibration, others where there are enough
-    least: float
+    calibration: ImageSet
+    check: ImageSet | None  # images to measure on; None: those of calibration, others where there are enough
+    least: float  # agreement
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Int8Result:
     """How the file compares with the float one."""
 
     layers: int
     floats: tuple[str, ...]  # dense layers of the blocks that stayed float
     agreement: float
-    difference: float  # the largest, of a logit, to float
+    difference: float  # the largest of a logit, to float
     images: int
     title: str
-    apart: bool  # whether it was measured on other pictures than it was calibrated on
+    separate: bool  # whether it was measured on other images than it was calibrated on
     float_bytes: int
-    seconds: tuple[float, float]  # an image takes in the float file, and in this one
-    checks: tuple[Check, ...]  # of the float file
+    seconds: tuple[float, float]  # per image, of the float file and of this one
+    comparisons: tuple[Comparison, ...]  # of the float file
+
+    def lines(self, size: int) -> list[str]:
+        """The result as lines to print; `size` is the bytes of the file."""
+        floats = ", ".join(self.floats) or "none"
+        before, after = self.seconds
+        where = "" if self.separate else ", including those it was calibrated on"
+        return [
+            f"int8: {self.layers - len(self.floats)} of {self.layers} dense layers; left float: {floats}",
+            f"agreement with float: {self.agreement:.2%} of {self.images} images of {self.title}{where}; "
+            f"largest difference of a logit {self.difference:.2g}",
+            f"size: {megabytes(size)} against {megabytes(self.float_bytes)}, "
+            f"{self.float_bytes / size:.1f} times smaller",
+            f"speed: {1000 * after:.3g} ms an image against {1000 * before:.3g} ms, {before / after:.2f} times as fast "
+            f"(this processor, threads: {torch.get_num_threads()}, batches of {SPEED_BATCH})",
+        ]
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e9:,.3g} GB"
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The float file and what it says of the pictures."""
+    """The float file and its logits."""
 
     run: Runner
     bytes: int
     logits: Tensor  # (n, K)
-    checks: tuple[Check, ...]
+    comparisons: tuple[Comparison, ...]
 
 
-def write_int8(wanted: Wanted, place: Path, other: Path) -> Outcome:
-    """Write the file to `place`; a UserError if it does not agree well enough."""
-    model = wanted.model
+def write_int8(request: Int8Request, path: Path, weights: Path) -> Int8Result:
+    """Write the file to `path`; UserError if the model cannot be quantized or does not agree well enough."""
+    model = request.model
     if not isinstance(model, ViT):
         raise UserError("int8 is for the dense layers of transformers, and this model is a ResNet; use --fp16")
     if model.config.classes < 2:
         raise UserError("int8 is chosen by the best class, and this model has fewer than two")
-    calibration, measured, apart = shares(wanted)
-    how, size = model.card.preprocess, model.config.image_size
-    seen, pixels = calibration.pixels(size, how), measured.pixels(size, how)
-    with tempfile.TemporaryDirectory(prefix=".", dir=place.parent) as folder:
-        base = baseline(wanted, measured, pixels, Path(folder))
-        graph = plain(model)
+    calibration, measured, separate = split_images(request)
+    preprocess, size = model.card.preprocess, model.config.image_size
+    calibration_pixels, pixels = calibration.pixels(size, preprocess), measured.pixels(size, preprocess)
+    with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as folder:
+        base = write_baseline(request, measured, pixels, Path(folder))
+        graph = traceable(model)
         assert isinstance(graph, ViT)
-        scales = calibrate(graph, seen, how)
-        weights = {name: layer.weight.numel() for name, layer in dense_layers(graph).items()}
-        variance = ranked(margin_changes(graph, scales, seen[:: max(1, len(seen) // WATCHED)], how), weights)
+        scales = calibrate(graph, calibration_pixels, preprocess)
+        chosen_on = calibration_pixels[:: max(1, len(calibration_pixels) // CHOICE)]
+        sizes = {name: layer.weight.numel() for name, layer in dense_layers(graph).items()}
+        variance = rank_layers(margin_changes(graph, scales, chosen_on, preprocess), sizes)
         with status("exporting"):
-            proto = onnx.to_proto(any_size(graph) if wanted.dynamic_size else graph, model, wanted.dynamic_size)
-        floats, share, difference = search(wanted, proto, scales, variance, base.logits, pixels, place, other)
-        if share < wanted.least:
+            proto = onnx.to_proto(any_size(graph) if request.dynamic_size else graph, model, request.dynamic_size)
+        floats, share, difference = search(request, proto, scales, variance, base.logits, pixels, path, weights)
+        if share < request.least:
             raise UserError(
                 f"nothing is written: int8 gives the best class of float on {share:.2%} of {len(pixels)} images of "
-                f"{measured.title}, below {wanted.least:.2%}; calibrate on more images like those the model will see, "
+                f"{measured.title}, below {request.least:.2%}; calibrate on more images like those the model will see, "
                 "or allow less with --least-agreement"
             )
-        seconds = seconds_per_image([base.run, onnx_runner(place)], pixels, how)
-    return Outcome(
-        len(scales),
-        floats,
-        share,
-        difference,
-        len(pixels),
-        measured.title,
-        apart,
-        base.bytes,
-        (seconds[0], seconds[1]),
-        base.checks,
+        before, after = seconds_per_image([base.run, onnx_runner(path)], pixels, preprocess)
+    return Int8Result(
+        layers=len(scales),
+        floats=floats,
+        agreement=share,
+        difference=difference,
+        images=len(pixels),
+        title=measured.title,
+        separate=separate,
+        float_bytes=base.bytes,
+        seconds=(before, after),
+        comparisons=base.comparisons,
     )
 
 
-def shares(wanted: Wanted) -> tuple[Pictures, Pictures, bool]:
-    """Pictures to calibrate on and to measure on, and whether the two are apart."""
-    whole = wanted.calibration
-    if len(whole) < FEWEST:
-        raise UserError(f"{whole.title} has {len(whole)} images; int8 is calibrated on at least {FEWEST}")
-    seen = whole.some(CALIBRATED)
-    if wanted.check is not None:
-        return seen, wanted.check.some(MEASURED), True
-    others = whole.without(seen)
-    apart = len(others) >= APART
-    return seen, (others if apart else whole).some(MEASURED), apart
+def split_images(request: Int8Request) -> tuple[ImageSet, ImageSet, bool]:
+    """Images to calibrate on and to measure on, and whether the two are separate."""
+    images = request.calibration
+    if len(images) < FEWEST:
+        raise UserError(f"{images.title} has {len(images)} images; int8 is calibrated on at least {FEWEST}")
+    calibration = images.sample(CALIBRATION)
+    if request.check is not None:
+        return calibration, request.check.sample(MEASURED), True
+    others = images.without(calibration)
+    separate = len(others) >= SEPARATE
+    return calibration, (others if separate else images).sample(MEASURED), separate
 
 
-def baseline(wanted: Wanted, measured: Pictures, pixels: Tensor, folder: Path) -> Baseline:
-    """The file that would be written without int8, checked as it would be."""
-    path, other = folder / "float.onnx", folder / "float.onnx.data"
-    simple = plain(wanted.model)
+def write_baseline(request: Int8Request, measured: ImageSet, pixels: Tensor, folder: Path) -> Baseline:
+    """The file that would be written without int8, compared with the model as that would be."""
+    path, weights = folder / "float.onnx", folder / "float.onnx.data"
     with status("exporting in float"):
-        module = any_size(simple) if wanted.dynamic_size else simple
-        onnx.save(onnx.to_proto(module, wanted.model, wanted.dynamic_size), path, other)
+        module = export_module(request.model, request.dynamic_size)
+        proto = onnx.to_proto(module, request.model, request.dynamic_size)
+        onnx.save(proto, path, weights)
         run = onnx_runner(path)
-    checks = compare(run, wanted.model, measured, wanted.dynamic_size, LIMITS["fp32"])
-    logits = logits_of(run, pixels, wanted.model.card.preprocess, BATCHES[-1], "running float")
-    return Baseline(run, onnx.size_of(path, other), logits, checks)
+    comparisons = compare(run, request.model, measured, request.dynamic_size, LIMITS["fp32"])
+    logits = compute_logits(run, pixels, request.model.card.preprocess, BATCHES[-1], "running float")
+    return Baseline(run, onnx.total_size(path, weights), logits, comparisons)
 
 
 def search(
-    wanted: Wanted,
+    request: Int8Request,
     proto: Any,
     scales: dict[str, Scale],
     variance: dict[str, float],
     logits: Tensor,
     pixels: Tensor,
-    place: Path,
-    other: Path,
+    path: Path,
+    weights: Path,
 ) -> tuple[tuple[str, ...], float, float]:
-    """Leave float what is expected to be enough, measure, and leave more if it was not.
+    """Leave as many layers float as should suffice, measure, and leave more float if it did not.
 
-    Gives the layers left float, the agreement, and the largest difference of a logit.
+    Returns the layers left float, the agreement, and the largest difference of a logit.
     """
     best, second = logits.topk(2).values.unbind(1)
     order, share, difference = list(variance), 0.0, 0.0
     floats: tuple[str, ...] = ()
     for attempt in range(TRIES):
-        aim = 1 - (1 - min(wanted.least, 0.999)) * SLACK * 0.5**attempt
-        count = max(enough(variance, best - second, aim), len(floats) + STEP if attempt else 0)
+        aim = 1 - (1 - min(request.least, 0.999)) * SLACK * 0.5**attempt
+        count = max(count_float_layers(variance, best - second, aim), len(floats) + STEP if attempt else 0)
         if attempt and count >= len(order):
             break
-        floats = tuple(order[: min(count, len(order) - 1)])  # at least one is tried, so that a refusal has its number
+        floats = tuple(order[: min(count, len(order) - 1)])  # at least one is int8, so that an error has its agreement
         chosen = {name: scale for name, scale in scales.items() if name not in floats}
-        other.unlink(missing_ok=True)
-        onnx.save(quantized(proto, chosen), place, other)
-        share, difference = agreement(onnx_runner(place), logits, pixels, wanted.model.card.preprocess)
-        if share >= wanted.least:
+        weights.unlink(missing_ok=True)
+        onnx.save(quantize_layers(proto, chosen), path, weights)
+        share, difference = agreement(onnx_runner(path), logits, pixels, request.model.card.preprocess)
+        if share >= request.least:
             break
     return floats, share, difference

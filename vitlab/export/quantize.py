@@ -1,19 +1,19 @@
-"""Which layers of a ViT may be int8, and on what scale: found on the user's pictures.
+"""Which layers of a ViT can be int8, and with which scales, from calibration images.
 
 Only the dense layers of the blocks are quantized: inputs as bytes with one scale per layer, fixed by calibration, so
-that a picture's answer does not hang on its batch; weights as int8 with a scale per output. Everything between them
-(norms, softmax, GELU, the residual stream), the patches and the head stay float.
+that a prediction does not depend on its batch; weights as int8 with a scale per output. Everything between them (norms,
+softmax, GELU, the residual stream), the patches and the head stay float.
 
 1. Balance. A few channels are far larger than the others, and with one scale for all they leave the others few steps.
    Dividing channel c of a layer's input by s(c) and multiplying column c of its weights by s(c) changes nothing but the
-   ranges. The division costs nothing where a norm or the values of attention come before: it goes into their weights.
-2. Choose. Let e be the error that quantizing a layer alone makes at its output, and g the gradient there of the
+   ranges. The division is free after a norm or the values of attention: it is folded into their weights.
+2. Choose. Let e be the error of a layer's output if only this layer is quantized, and g the gradient there of the
    margin, the best logit minus the next. To first order the margin changes by d = <g, e>. Errors of different layers
-   are nearly independent, so with a variance v(l) = mean d(l)^2 per layer, a picture with margin m keeps its class
+   are nearly independent, so with a variance v(l) = mean d(l)^2 per layer, an image with margin m keeps its class
    with probability Phi(m / sqrt(sum of v)). Layers are left float, the one with the most variance per weight first,
-   until the expected agreement over all pictures is enough.
+   until the expected agreement over all images is high enough.
 
-Shapes: B batch, N tokens, D width of a layer's input, n pictures.
+Shapes: B batch, N tokens, D width of a layer's input, n images.
 """
 
 from collections.abc import Iterator
@@ -21,18 +21,17 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
 from vitlab.data.transforms import normalize
 from vitlab.models.config import Preprocess
 from vitlab.models.vit import Block, ViT
+from vitlab.terminal import track
 
 ALPHA = 0.9  # how much of the unevenness goes from the inputs to the weights
-MOST = 100.0  # no channel is scaled by more, so that one which slept during calibration does not wake up huge
+MAX_FACTOR = 100.0  # no channel is scaled by more: one that was zero during calibration may not be zero later
 BATCH = 16
-LEAST = 1e-6
+TINY = 1e-6
 
 
 @dataclass(frozen=True)
@@ -42,67 +41,66 @@ class Scale:
     step: float
     zero: int
 
-    def rounded(self, x: Tensor) -> Tensor:
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        """x rounded to the values that bytes can hold."""
         return ((x / self.step).round() + self.zero).clamp(0, 255).sub(self.zero) * self.step
 
 
 def dense_layers(model: ViT) -> dict[str, nn.Linear]:
-    """The layers that may be quantized, by name."""
-    found: dict[str, nn.Linear] = {}
+    """The layers that can be quantized, by name."""
+    layers: dict[str, nn.Linear] = {}
     for name, block in model.blocks.named_modules(prefix="blocks"):
         if isinstance(block, Block):
-            found |= {f"{name}.attention.qkv": block.attention.qkv, f"{name}.attention.out": block.attention.out}
-            found |= {f"{name}.mlp.up": block.mlp.up, f"{name}.mlp.down": block.mlp.down}
-    return found
+            layers |= {f"{name}.attention.qkv": block.attention.qkv, f"{name}.attention.out": block.attention.out}
+            layers |= {f"{name}.mlp.up": block.mlp.up, f"{name}.mlp.down": block.mlp.down}
+    return layers
 
 
 def calibrate(model: ViT, pixels: Tensor, preprocess: Preprocess) -> dict[str, Scale]:
     """Balance the model, in place and without changing what it computes, and find the scale of each layer's input."""
-    ranges = record(model, pixels, preprocess)
-    divided = balance(model, ranges)
-    return {name: scale_of(low / divided[name], high / divided[name]) for name, (low, high) in ranges.items()}
+    ranges = record_ranges(model, pixels, preprocess)
+    divisors = balance(model, ranges)
+    return {name: make_scale(low / divisors[name], high / divisors[name]) for name, (low, high) in ranges.items()}
 
 
-def scale_of(low: Tensor, high: Tensor) -> Scale:
-    """The bytes cover all that was seen, and zero is one of them."""
-    least, most = min(0.0, float(low.min())), max(LEAST, float(high.max()))
+def make_scale(low: Tensor, high: Tensor) -> Scale:
+    """A scale whose bytes cover the recorded range of all channels and can hold zero exactly."""
+    least, most = min(0.0, float(low.min())), max(TINY, float(high.max()))
     step = (most - least) / 255
     return Scale(step, round(-least / step))
 
 
 def batches(pixels: Tensor, preprocess: Preprocess, title: str) -> Iterator[Tensor]:
-    console = Console(stderr=True)
-    starts = range(0, len(pixels), BATCH)
-    for at in track(starts, title, console=console, transient=True, disable=not console.is_terminal):
+    """Normalized images, with a progress bar."""
+    for at in track(range(0, len(pixels), BATCH), title):
         yield normalize(pixels[at : at + BATCH], preprocess)
 
 
 @torch.no_grad()
-def record(model: ViT, pixels: Tensor, preprocess: Preprocess) -> dict[str, tuple[Tensor, Tensor]]:
-    """The least and the largest value of each channel of each layer's input, (D,) each."""
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
+def record_ranges(model: ViT, pixels: Tensor, preprocess: Preprocess) -> dict[str, tuple[Tensor, Tensor]]:
+    """The minimum and the maximum of each channel of each layer's input, (D,) each."""
+    ranges: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def look(name: str, x: Tensor) -> None:
+    def update(name: str, x: Tensor) -> None:
         low, high = x.flatten(0, -2).aminmax(dim=0)
-        before = seen.get(name, (low, high))
-        seen[name] = torch.minimum(before[0], low), torch.maximum(before[1], high)
+        before = ranges.get(name, (low, high))
+        ranges[name] = torch.minimum(before[0], low), torch.maximum(before[1], high)
 
-    layers = dense_layers(model)
     hooks = [
-        layer.register_forward_pre_hook(lambda _, args, name=name: look(name, args[0]))
-        for name, layer in layers.items()
+        layer.register_forward_pre_hook(lambda _, args, name=name: update(name, args[0]))
+        for name, layer in dense_layers(model).items()
     ]
     for images in batches(pixels, preprocess, "calibrating"):
         model(images)
     for hook in hooks:
         hook.remove()
-    return seen
+    return ranges
 
 
 # ---- balance
 
 
-class Times(nn.Module):
+class ScaledOutput(nn.Module):
     """A module's output times a factor per channel."""
 
     def __init__(self, inner: nn.Module, factor: Tensor) -> None:
@@ -117,51 +115,51 @@ class Times(nn.Module):
 
 @torch.no_grad()
 def balance(model: ViT, ranges: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Divide the channels of every layer's input, (D,) each, and multiply its weights' columns by the same."""
-    divided = {}
+    """Divide each layer's input channels by the divisors (D,) it returns, and multiply its weights' columns by them."""
+    divisors = {}
     for name, layer in dense_layers(model).items():
         low, high = ranges[name]
-        by = divided[name] = divisors(torch.maximum(low.abs(), high.abs()), layer.weight.abs().amax(0))
-        layer.weight *= by
+        divisor = divisors[name] = channel_divisors(torch.maximum(low.abs(), high.abs()), layer.weight.abs().amax(0))
+        layer.weight *= divisor
     for name, block in model.blocks.named_modules(prefix="blocks"):
         if isinstance(block, Block):
             for norm, layer_name in ((block.norm1, f"{name}.attention.qkv"), (block.norm2, f"{name}.mlp.up")):
-                norm.weight.div_(divided[layer_name])
-                norm.bias.div_(divided[layer_name])
+                norm.weight.div_(divisors[layer_name])
+                norm.bias.div_(divisors[layer_name])
             values = block.attention.qkv
             width = values.out_features // 3
-            values.weight[2 * width :] /= divided[f"{name}.attention.out"][:, None]
-            values.bias[2 * width :] /= divided[f"{name}.attention.out"]
-            block.mlp.gelu = Times(block.mlp.gelu, 1 / divided[f"{name}.mlp.down"])  # type: ignore[assignment]
-    return divided
+            values.weight[2 * width :] /= divisors[f"{name}.attention.out"][:, None]
+            values.bias[2 * width :] /= divisors[f"{name}.attention.out"]
+            block.mlp.gelu = ScaledOutput(block.mlp.gelu, 1 / divisors[f"{name}.mlp.down"])  # type: ignore[assignment]
+    return divisors
 
 
-def divisors(inputs: Tensor, weights: Tensor) -> Tensor:
+def channel_divisors(inputs: Tensor, weights: Tensor) -> Tensor:
     """From the largest value of each channel and of each column of weights; their geometric mean is one."""
-    log = ALPHA * inputs.clamp(min=LEAST).log() - (1 - ALPHA) * weights.clamp(min=LEAST).log()
-    return (log - log.mean()).exp().clamp(1 / MOST, MOST)
+    log = ALPHA * inputs.clamp(min=TINY).log() - (1 - ALPHA) * weights.clamp(min=TINY).log()
+    return (log - log.mean()).exp().clamp(1 / MAX_FACTOR, MAX_FACTOR)
 
 
 # ---- choose
 
 
-def int8_weight(weight: Tensor) -> Tensor:
-    """(out, in), rounded to 255 steps per output."""
-    step = weight.abs().amax(1, keepdim=True).clamp(min=LEAST) / 127
+def fake_quantize_weight(weight: Tensor) -> Tensor:
+    """Weights (out, in) rounded to 255 steps per output."""
+    step = weight.abs().amax(1, keepdim=True).clamp(min=TINY) / 127
     return (weight / step).round() * step
 
 
 def margin_changes(model: ViT, scales: dict[str, Scale], pixels: Tensor, preprocess: Preprocess) -> dict[str, Tensor]:
-    """To first order, how quantizing each layer alone changes the margin of each picture, (n,)."""
+    """To first order, how quantizing only one layer changes the margin of each image, (n,) per layer."""
     changes: dict[str, list[Tensor]] = {name: [] for name in scales}
 
-    def watch(name: str, layer: nn.Linear, x: Tensor, out: Tensor) -> None:
+    def record_change(name: str, layer: nn.Linear, x: Tensor, out: Tensor) -> None:
         with torch.no_grad():
-            error = F.linear(scales[name].rounded(x), int8_weight(layer.weight), layer.bias) - out
+            error = F.linear(scales[name].fake_quantize(x), fake_quantize_weight(layer.weight), layer.bias) - out
         out.register_hook(lambda gradient: changes[name].append((gradient * error).flatten(1).sum(1)))
 
     hooks = [
-        layer.register_forward_hook(lambda m, args, out, name=name: watch(name, m, args[0], out))
+        layer.register_forward_hook(lambda m, args, out, name=name: record_change(name, m, args[0], out))
         for name, layer in dense_layers(model).items()
     ]
     model.requires_grad_(False)
@@ -173,17 +171,17 @@ def margin_changes(model: ViT, scales: dict[str, Scale], pixels: Tensor, preproc
     return {name: torch.cat(parts) for name, parts in changes.items()}
 
 
-def ranked(changes: dict[str, Tensor], weights: dict[str, int]) -> dict[str, float]:
-    """The variance of each layer; first those that bring the most of it per weight."""
+def rank_layers(changes: dict[str, Tensor], weights: dict[str, int]) -> dict[str, float]:
+    """The variance of each layer, by variance per weight, highest first."""
     variance = {name: float(change.double().square().mean()) for name, change in changes.items()}
     return dict(sorted(variance.items(), key=lambda item: item[1] / weights[item[0]], reverse=True))
 
 
-def enough(variance: dict[str, float], margins: Tensor, aim: float) -> int:
-    """How many of the first layers to leave float, so that a share `aim` of these margins may be expected to hold."""
+def count_float_layers(variance: dict[str, float], margins: Tensor, aim: float) -> int:
+    """How many of the first layers to leave float, so that a share `aim` of images is expected to keep its class."""
     values = list(variance.values())
     for count in range(len(values)):
-        deviation = max(sum(values[count:]), LEAST**2) ** 0.5
+        deviation = max(sum(values[count:]), TINY**2) ** 0.5
         if float(torch.special.ndtr(margins.double() / deviation).mean()) >= aim:
             return count
     return len(values)

@@ -1,5 +1,5 @@
-"""Asking a model what is in pictures: one of them, or thousands of files."""
+"""Predicting the classes of images: one at a time in Python, or thousands of files."""
 
-from vitlab.predict.classifier import Classifier
+from vitlab.predict.classifier import Classifier, Prediction
 
-__all__ = ["Classifier"]
+__all__ = ["Classifier", "Prediction"]

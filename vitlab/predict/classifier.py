@@ -1,28 +1,71 @@
-"""A model with its preprocessing and class names, ready to answer.
+"""A model with its preprocessing and class names, and what it predicts.
 
-Shapes: b pictures, h and w the model's height and width, K classes.
+Shapes: b images, h and w the model's height and width, K classes.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from PIL import Image
-from torch import Tensor
+from PIL import Image, ImageOps
+from torch import Tensor, nn
 
+from vitlab.data.decoder import to_rgb
+from vitlab.data.images import BrokenImage, decode
 from vitlab.data.transforms import eval_pixels, normalize
 from vitlab.device import has_bf16, pick_device
 from vitlab.errors import UserError
+from vitlab.html import bar_table
 from vitlab.models.config import Preprocess
 from vitlab.models.variants import Model
 from vitlab.weights import load
 
 
-class Classifier:
-    """A model with its preprocessing and class names, ready to answer.
+@dataclass(frozen=True)
+class Prediction:
+    """The most probable classes of one image, best first."""
 
-    >>> classifier = Classifier("runs/mine")
-    >>> pixels = classifier.pixels(image)[None]
-    >>> classifier.labels[classifier.probabilities(pixels)[0].argmax()]
+    file: str
+    labels: tuple[str, ...]
+    probabilities: tuple[float, ...]
+
+    @property
+    def label(self) -> str:
+        """The most probable class."""
+        return self.labels[0]
+
+    @property
+    def probability(self) -> float:
+        """The probability of that class."""
+        return self.probabilities[0]
+
+    @property
+    def top(self) -> list[tuple[str, float]]:
+        """(label, probability) of each class, best first."""
+        return list(zip(self.labels, self.probabilities, strict=True))
+
+    def __repr__(self) -> str:
+        classes = ", ".join(f"{label!r} {value:.1%}" for label, value in self.top)
+        return f"Prediction({self.file!r}: {classes})"
+
+    def _repr_html_(self) -> str:
+        """A table with a bar for each class, for notebooks."""
+        return bar_table(self.file, self.top)
+
+
+class Classifier:
+    """A model with its preprocessing and class names.
+
+    Args:
+        model: a model, or what `vitlab.load` takes: a run's folder, a file of weights or a hub id.
+        device: "auto" (the best there is), "cpu", "cuda" or "mps".
+
+    Raises:
+        UserError: the model cannot be loaded or has no head, or there is no such device.
+
+    >>> classifier = Classifier("runs/pets")
+    >>> classifier.predict("cat.jpg").label
     """
 
     model: Model
@@ -30,29 +73,59 @@ class Classifier:
     device: torch.device
     labels: tuple[str, ...]
 
-    def __init__(self, run: str | Path, device: str = "auto") -> None:
-        model = load(run)
-        classes = model.config.classes
+    def __init__(self, model: Model | str | Path, device: str = "auto") -> None:
+        loaded = model if isinstance(model, nn.Module) else load(model)
+        classes = loaded.config.classes
         if classes == 0:
+            name = "the model" if isinstance(model, nn.Module) else model
             raise UserError(
-                f"{run} has no head, so it knows no classes; teach it some: vitlab finetune PHOTOS --weights {run}"
+                f"{name} has no head, so it has no classes; fine-tune it first: vitlab finetune PHOTOS --weights {name}"
             )
         self.device = pick_device(device)
-        self.model = model.float().to(self.device)
-        self.preprocess = model.card.preprocess
-        self.labels = model.card.labels or tuple(f"class {i}" for i in range(classes))
+        self.model = loaded.float().eval().to(self.device)
+        self.preprocess = loaded.card.preprocess
+        self.labels = loaded.card.labels or tuple(f"class {i}" for i in range(classes))
+
+    def predict(self, image: Image.Image | str | Path, top: int = 5) -> Prediction:
+        """The `top` most probable classes of one image, or all where there are fewer.
+
+        Args:
+            image: a PIL image, or the path of a file. Both are rotated by their EXIF orientation.
+            top: how many classes.
+
+        Raises:
+            UserError: the file cannot be read as an image, or `top` is less than 1.
+        """
+        if top < 1:
+            raise UserError(f"top must be at least 1, not {top}")
+        try:
+            if isinstance(image, Image.Image):
+                file = str(getattr(image, "filename", "")) or "image"
+                upright = to_rgb(ImageOps.exif_transpose(image))
+            else:
+                file = str(image)
+                upright = decode(image, file)
+        except BrokenImage as broken:
+            raise UserError(f"{broken.name} cannot be read: {broken.why}") from None
+        return self.best(self.probabilities(self.pixels(upright)[None]), top, [file])[0]
 
     def pixels(self, image: Image.Image) -> Tensor:
-        """An upright RGB picture as the model's bytes, (3, h, w), framed as in evaluation."""
+        """An upright RGB image as bytes (3, h, w), resized and cropped as in evaluation."""
         return eval_pixels(image, self.model.config.image_size, self.preprocess)
 
     @torch.inference_mode()
     def logits(self, pixels: Tensor) -> Tensor:
-        """(b, 3, h, w) bytes to (b, K) float32 on the CPU."""
+        """Logits (b, K) in float32 on the CPU, of bytes (b, 3, h, w)."""
         images = normalize(pixels.to(self.device, non_blocking=True), self.preprocess)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=has_bf16(self.device)):
             return self.model(images).float().cpu()
 
     def probabilities(self, pixels: Tensor) -> Tensor:
-        """(b, 3, h, w) bytes to (b, K) probabilities; each row sums to one."""
+        """Probabilities (b, K), of bytes (b, 3, h, w); each row sums to one."""
         return self.logits(pixels).softmax(-1)
+
+    def best(self, probabilities: Tensor, top: int, files: Sequence[str]) -> list[Prediction]:
+        """The `top` classes of each row of probabilities (b, K), of equal ones the first; `files` name the rows."""
+        values, order = probabilities.sort(stable=True, dim=1, descending=True)
+        rows = zip(files, order[:, :top].tolist(), values[:, :top].tolist(), strict=True)
+        return [Prediction(file, tuple(self.labels[i] for i in best), tuple(value)) for file, best, value in rows]

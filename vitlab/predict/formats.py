@@ -1,4 +1,4 @@
-"""Answers as text: a table to read, JSON lines and CSV for programs. Each line is complete in itself."""
+"""Predictions as text: a table to read, JSON lines and CSV for programs. Each line is complete in itself."""
 
 import csv
 import io
@@ -8,47 +8,46 @@ from typing import Literal, Protocol
 
 from rich.cells import cell_len, set_cell_size
 
+from vitlab.predict.classifier import Prediction
 from vitlab.predict.inputs import Inputs
-from vitlab.predict.stream import Prediction
 from vitlab.terminal import printable
 
 Kind = Literal["table", "json", "csv"]
-TOP: dict[Kind, int] = {"table": 1, "json": 5, "csv": 1}  # classes given where nothing is said
+TOP: dict[Kind, int] = {"table": 1, "json": 5, "csv": 1}  # classes per image by default
 ENDINGS: dict[str, Kind] = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv"}
-NAME, LABEL = 60, 30  # the most columns of a terminal for a path and for a class
+NAME_WIDTH, LABEL_WIDTH = 60, 30  # the most columns of a terminal for a path and for a class
 
 
 class Format(Protocol):
-    """How answers are written."""
+    """How predictions are written."""
 
     def head(self) -> str: ...
 
-    def lines(self, answers: Iterable[Prediction]) -> str: ...
+    def lines(self, predictions: Iterable[Prediction]) -> str: ...
 
 
 class Table:
-    """Columns for the eye, as wide as the names there are; a path too long for its column loses its beginning."""
+    """Aligned columns, as wide as the names need; a path too long for its column loses its beginning."""
 
     def __init__(self, inputs: Inputs, labels: tuple[str, ...], top: int) -> None:
         longest = max(cell_len(printable(inputs.name(i))) for i in range(len(inputs)))
-        self.name = max(len("image"), min(NAME, longest))
-        self.label = max(len("class"), min(LABEL, max(cell_len(printable(label)) for label in labels)))
+        self.name = max(len("image"), min(NAME_WIDTH, longest))
+        self.label = max(len("class"), min(LABEL_WIDTH, max(cell_len(printable(label)) for label in labels)))
         self.top = top
 
     def head(self) -> str:
         return self.row("image", "class", "probability", "then" if self.top > 1 else "")
 
-    def lines(self, answers: Iterable[Prediction]) -> str:
-        return "".join(self.line(answer) for answer in answers)
+    def lines(self, predictions: Iterable[Prediction]) -> str:
+        return "".join(self.line(prediction) for prediction in predictions)
 
-    def line(self, answer: Prediction) -> str:
-        (label, value), *others = answer.classes
-        then = ", ".join(f"{printable(name)} {percent(p)}" for name, p in others)
-        return self.row(printable(answer.path), printable(label), percent(value), then)
+    def line(self, prediction: Prediction) -> str:
+        then = ", ".join(f"{printable(label)} {value:.1%}" for label, value in prediction.top[1:])
+        return self.row(printable(prediction.file), printable(prediction.label), f"{prediction.probability:.1%}", then)
 
     def row(self, name: str, label: str, value: str, then: str) -> str:
-        cells = set_cell_size(tail(name, self.name), self.name), set_cell_size(label, self.label), f"{value:>11}", then
-        return "  ".join(cells).rstrip() + "\n"
+        name = set_cell_size(shorten_start(name, self.name), self.name)
+        return "  ".join((name, set_cell_size(label, self.label), f"{value:>11}", then)).rstrip() + "\n"
 
 
 class JsonLines:
@@ -57,12 +56,12 @@ class JsonLines:
     def head(self) -> str:
         return ""
 
-    def lines(self, answers: Iterable[Prediction]) -> str:
-        return "".join(json.dumps(self.plain(answer)) + "\n" for answer in answers)
+    def lines(self, predictions: Iterable[Prediction]) -> str:
+        return "".join(json.dumps(self.to_json(prediction)) + "\n" for prediction in predictions)
 
-    def plain(self, answer: Prediction) -> dict[str, object]:
-        classes = [{"name": name, "probability": digits(value)} for name, value in answer.classes]
-        return {"path": answer.path, "classes": classes}
+    def to_json(self, prediction: Prediction) -> dict[str, object]:
+        classes = [{"name": label, "probability": seven_digits(value)} for label, value in prediction.top]
+        return {"path": prediction.file, "classes": classes}
 
 
 class Csv:
@@ -72,13 +71,13 @@ class Csv:
         self.top = top
 
     def head(self) -> str:
-        more = [f"{word}_{i}" for i in range(2, self.top + 1) for word in ("class", "probability")]
+        more = [f"{column}_{i}" for i in range(2, self.top + 1) for column in ("class", "probability")]
         return self.rows([["path", "class", "probability", *more]])
 
-    def lines(self, answers: Iterable[Prediction]) -> str:
+    def lines(self, predictions: Iterable[Prediction]) -> str:
         return self.rows(
-            [answer.path, *(cell for name, value in answer.classes for cell in (name, digits(value)))]
-            for answer in answers
+            [each.file, *(cell for label, value in each.top for cell in (label, seven_digits(value)))]
+            for each in predictions
         )
 
     def rows(self, rows: Iterable[list[object]]) -> str:
@@ -93,16 +92,12 @@ def make_format(kind: Kind, inputs: Inputs, labels: tuple[str, ...], top: int) -
     return JsonLines() if kind == "json" else Csv(top)
 
 
-def digits(value: float) -> float:
-    """A float32 has seven digits; the rest would be noise."""
+def seven_digits(value: float) -> float:
+    """The digits that a float32 has; more would be noise."""
     return float(f"{value:.7g}")
 
 
-def percent(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def tail(text: str, width: int) -> str:
+def shorten_start(text: str, width: int) -> str:
     """The end of a text, at most `width` columns of a terminal."""
     if cell_len(text) <= width:
         return text

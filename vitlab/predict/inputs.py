@@ -1,4 +1,4 @@
-"""What `vitlab predict` is asked about: files, folders, patterns, addresses and standard input, in one fixed order."""
+"""The images `vitlab predict` reads: files, folders, patterns, addresses and standard input, in one fixed order."""
 
 import glob
 import io
@@ -14,13 +14,13 @@ from vitlab.data.decoder import Shrink
 from vitlab.data.folder import is_special, log, walk
 from vitlab.data.images import EXTENSIONS, BrokenImage, decode
 from vitlab.errors import UserError
-from vitlab.predict.web import check_address, fetch, is_address, read_limited
+from vitlab.predict.web import check_url, fetch, is_url, read_limited
 
 STDIN = "-"
 
 
 class Inputs:
-    """Pictures by name, each decoded when asked for; pickled to the processes that decode."""
+    """Images by name, each decoded when asked for; pickled to the worker processes."""
 
     def __init__(self, names: Sequence[str], stdin: bytes = b"") -> None:
         self.names = np.array([os.fsencode(name) for name in names], np.bytes_)  # one block, which workers share
@@ -33,52 +33,53 @@ class Inputs:
         return os.fsdecode(self.names[index])
 
     def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
-        """The upright RGB picture, or BrokenImage."""
+        """The upright RGB image, or BrokenImage."""
         name = self.name(index)
         if name == STDIN:
             return decode(io.BytesIO(self.stdin), "standard input", shrink)
-        if is_address(name):
+        if is_url(name):
             return decode(io.BytesIO(fetch(name)), name, shrink)
         return decode(name, name, shrink)
 
 
-def find(words: Sequence[str], *, allow_url: bool = False) -> Inputs:
-    """The pictures that words name: each once, words in their order, the files of a folder or pattern sorted."""
-    names = dict.fromkeys(name for word in words for name in expand(word, allow_url))
+def find_inputs(paths: Sequence[str], *, allow_url: bool = False) -> Inputs:
+    """The images that arguments name: each once, in the order given, the files of a folder or pattern sorted."""
+    names = dict.fromkeys(name for path in paths for name in expand(path, allow_url))
     if not names:
-        raise UserError(f"{', '.join(words)}: there is no image here, such as .jpg or .png")
+        raise UserError(f"{', '.join(paths)}: there is no image here, such as .jpg or .png")
     return Inputs(list(names), read_stdin() if STDIN in names else b"")
 
 
-def expand(word: str, allow_url: bool) -> Iterator[str]:
-    if word == STDIN:
+def expand(argument: str, allow_url: bool) -> Iterator[str]:
+    """The names of the images that one argument stands for."""
+    if argument == STDIN:
         return iter([STDIN])
-    if "://" in word:
-        check_address(word, allow_url)
-        return iter([word])
-    path = os.path.expanduser(word)
+    if "://" in argument:
+        check_url(argument, allow_url)
+        return iter([argument])
+    path = os.path.expanduser(argument)
     if os.path.isdir(path):
         return iter(sorted(walk(Path(path))))
     if os.path.exists(path):
         if is_special(path):
-            raise UserError(f"'{word}' is a pipe or a device, no file; write '-' to read one image from a pipe")
-        return iter([path])  # named by the user, so whatever its ending
+            raise UserError(f"'{argument}' is a pipe or a device, not a file; write '-' to read one image from a pipe")
+        return iter([path])  # named explicitly, so any file extension is accepted
     if glob.has_magic(path):
-        return matches(path)
-    raise UserError(f"there is no file or folder '{word}'")
+        return match_pattern(path)
+    raise UserError(f"there is no file or folder '{argument}'")
 
 
-def matches(pattern: str) -> Iterator[str]:
+def match_pattern(pattern: str) -> Iterator[str]:
     """The images a pattern matches and those in folders that it matches."""
-    found = sorted(glob.glob(pattern, recursive=True))
-    if not found:
+    paths = sorted(glob.glob(pattern, recursive=True))
+    if not paths:
         raise UserError(f"nothing matches '{pattern}'")
-    for path in found:
+    for path in paths:
         if os.path.isdir(path):
             yield from sorted(walk(Path(path)))
         elif os.path.splitext(path)[1].lower() in EXTENSIONS:
             if is_special(path):
-                log.warning("'%s' is no regular file and is passed over", path)
+                log.warning("'%s' is not a regular file and is skipped", path)
             else:
                 yield path
 

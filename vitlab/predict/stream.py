@@ -1,6 +1,6 @@
-"""Thousands of files through a model in bounded memory: decoded by workers, answered in batches, given out in order.
+"""Predictions of thousands of images in bounded memory: decoded by workers, classified in batches, yielded in order.
 
-Shapes: b pictures in a batch, h and w the model's height and width, K classes.
+Shapes: b images in a batch, h and w the model's height and width, K classes.
 """
 
 import itertools
@@ -16,33 +16,25 @@ from vitlab.data.images import BrokenImage
 from vitlab.data.transforms import eval_pixels
 from vitlab.data.workers import CHUNK, Broken, Chunk, Order, read_chunks
 from vitlab.models.config import Preprocess, Size
-from vitlab.predict.classifier import Classifier
+from vitlab.predict.classifier import Classifier, Prediction
 from vitlab.predict.inputs import Inputs
 
-AHEAD = 4  # chunks that each worker keeps ready
-BATCH = {"cuda": 256, "mps": 64}  # on a CPU:
+PREFETCH = 4  # chunks that each worker keeps ready
+BATCH = {"cuda": 256, "mps": 64}
 CPU_BATCH = 16
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """The likeliest classes of one picture, best first."""
-
-    path: str
-    classes: tuple[tuple[str, float], ...]  # name, probability
-
-
-@dataclass(frozen=True)
 class PredictionBatch:
-    """What came of one batch, in the order of the inputs."""
+    """The predictions of one batch, in the order of the inputs, and the files that could not be read."""
 
     good: tuple[Prediction, ...]
     broken: tuple[Broken, ...]
 
 
 @dataclass
-class Framer(Dataset[Chunk]):
-    """Runs in the workers: frames pictures for the model; broken ones stay black and are named."""
+class ImageReader(Dataset[Chunk]):
+    """Runs in the workers: images as pixels for the model; broken ones stay black and are listed."""
 
     inputs: Inputs
     size: Size
@@ -51,46 +43,43 @@ class Framer(Dataset[Chunk]):
     def __getitems__(self, order: Order) -> Chunk:
         pixels = torch.zeros(len(order), 3, *self.size, dtype=torch.uint8)
         broken = []
-        for place, (index, _) in enumerate(order):
+        for row, (index, _) in enumerate(order):
             try:
-                pixels[place] = eval_pixels(self.inputs.image(index), self.size, self.preprocess)
+                pixels[row] = eval_pixels(self.inputs.image(index), self.size, self.preprocess)
             except BrokenImage as bad:
                 broken.append((index, bad.name, bad.why))
         return Chunk(pixels, torch.tensor([index for index, _ in order]), tuple(broken))
 
 
-def predictions(
-    classifier: Classifier, inputs: Inputs, part: range, *, top: int, batch: int | None = None, workers: int
+def predict_stream(
+    classifier: Classifier, inputs: Inputs, indices: range, *, top: int, batch: int | None = None, workers: int
 ) -> Iterator[PredictionBatch]:
-    """The answers to the inputs of `part`, batch by batch."""
+    """Yield the predictions of the inputs at `indices`, batch by batch."""
     device = classifier.device.type
     size = batch or BATCH.get(device, CPU_BATCH)
-    starts = range(part.start, part.stop, size)
-    parts = [range(start, min(start + size, part.stop)) for start in starts]
-    piece = min(CHUNK, math.ceil(size / max(1, workers)))
-    orders = ([(i, 0) for i in each[at : at + piece]] for each in parts for at in range(0, len(each), piece))
-    framer = Framer(inputs, classifier.model.config.image_size, classifier.preprocess)
-    chunks = read_chunks(framer, orders, workers, AHEAD, device == "cuda")
-    for each in parts:
-        taken = list(itertools.islice(chunks, math.ceil(len(each) / piece)))
-        broken = tuple(bad for chunk in taken for bad in chunk.broken)
-        pixels = torch.cat([chunk.pixels for chunk in taken])
-        yield PredictionBatch(
-            tuple(_best(classifier, inputs, each, pixels, {bad[0] for bad in broken}, top, size)), broken
-        )
+    batches = [range(start, min(start + size, indices.stop)) for start in range(indices.start, indices.stop, size)]
+    step = min(CHUNK, math.ceil(size / max(1, workers)))
+    orders = ([(i, 0) for i in each[at : at + step]] for each in batches for at in range(0, len(each), step))
+    reader = ImageReader(inputs, classifier.model.config.image_size, classifier.preprocess)
+    chunks = read_chunks(reader, orders, workers, PREFETCH, device == "cuda")
+    for each in batches:
+        parts = list(itertools.islice(chunks, math.ceil(len(each) / step)))
+        broken = tuple(bad for part in parts for bad in part.broken)
+        unread = {index for index, _, _ in broken}
+        rows = [row for row, index in enumerate(each) if index not in unread]
+        good: list[Prediction] = []
+        if rows:
+            probabilities = predict_batch(classifier, torch.cat([part.pixels for part in parts]), size)
+            good = classifier.best(probabilities[rows], top, [inputs.name(each[row]) for row in rows])
+        yield PredictionBatch(tuple(good), broken)
 
 
-def _best(
-    classifier: Classifier, inputs: Inputs, part: range, pixels: Tensor, broken: set[int], top: int, size: int
-) -> Iterator[Prediction]:
-    """The best classes of each whole picture; of equal ones the first."""
-    if len(broken) == len(part):
-        return
-    if classifier.device.type == "cuda" and len(pixels) < size:
-        # kernels for another batch size round otherwise, in bf16 visibly; no answer may hang on what else is asked
-        pixels = torch.cat([pixels, pixels.new_zeros(size - len(pixels), *pixels.shape[1:])])
-    value, label = classifier.probabilities(pixels)[: len(part)].sort(stable=True, dim=1, descending=True)
-    for index, values, labels in zip(part, value[:, :top].tolist(), label[:, :top].tolist(), strict=True):
-        if index not in broken:
-            names = (classifier.labels[number] for number in labels)
-            yield Prediction(inputs.name(index), tuple(zip(names, values, strict=True)))
+def predict_batch(classifier: Classifier, pixels: Tensor, size: int) -> Tensor:
+    """Probabilities (b, K) of bytes (b, 3, h, w); on a GPU always computed in batches of `size`.
+
+    Kernels for another batch size round differently, in bf16 visibly; a prediction must not depend on its neighbors.
+    """
+    count = len(pixels)
+    if classifier.device.type == "cuda" and count < size:
+        pixels = torch.cat([pixels, pixels.new_zeros(size - count, *pixels.shape[1:])])
+    return classifier.probabilities(pixels)[:count]

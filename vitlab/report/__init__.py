@@ -1,4 +1,4 @@
-"""What became of a run, as one page to read, print and hand on."""
+"""The report of a finished run: one HTML page to read, print and share."""
 
 from vitlab.report.make import write_report
 

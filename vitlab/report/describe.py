@@ -1,4 +1,4 @@
-"""A model and a recipe as people would say them."""
+"""Models, recipes and numbers in plain English."""
 
 from vitlab.data.transforms import Augment
 from vitlab.models.config import ModelConfig, ResNetConfig
@@ -18,70 +18,76 @@ def model_name(config: ModelConfig) -> str:
     return f"{kind}-{name}" if name else kind
 
 
-def build_of(config: ModelConfig) -> str:
-    """What a model is made of."""
+def describe_model(config: ModelConfig) -> str:
+    """A model's layers and the size of its images."""
     pixels = f"{config.image_size[0]} x {config.image_size[1]} pixels"
     if isinstance(config, ResNetConfig):
         return f"{sum(config.stages)} units in {len(config.stages)} stages, images of {pixels}"
     h, w = config.grid
     return (
-        f"{config.depth} layers of {many(config.heads, 'head')}, width {config.width}, "
+        f"{config.depth} layers of {plural(config.heads, 'head')}, width {config.width}, "
         f"{h} x {w} patches of images of {pixels}"
     )
 
 
-def count(number: float) -> str:
-    """1.2 thousand and the like, to three digits: 853, 85.8 k, 5.72 M, 1.2 G."""
+def si_number(number: float) -> str:
+    """A number to three digits with an SI prefix: 853, 85.8 k, 5.72 M, 1.2 G."""
     for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g} {letter}"
     return f"{number:.3g}"
 
 
-def share(value: float) -> str:
+def percent(value: float) -> str:
     """A rate with as many digits as it needs: 87.3 %, 100 %; the space does not break."""
     return f"{100 * value:.1f}".removesuffix(".0") + "\u00a0%"
 
 
-def moment(seconds: float) -> str:
-    """A duration of which short ones have a digit more."""
+def percent_range(low: float, high: float) -> str:
+    """An interval of rates: 85.1 to 89.2 %; empty where it has no width."""
+    return "" if low == high else f"{100 * low:.1f} to {100 * high:.1f} %"
+
+
+def describe_seconds(seconds: float) -> str:
+    """A duration, with one more digit below 10 s."""
     return f"{seconds:.1f} s" if seconds < 10 else duration(seconds)
 
 
-def many(number: int, thing: str) -> str:
-    more = "es" if thing.endswith("ss") else "s"
-    return f"{number:,} {thing}{'' if number == 1 else more}"
+def plural(number: int, noun: str) -> str:
+    """1 image, 2 images, 3 classes."""
+    more = "es" if noun.endswith("ss") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else more}"
 
 
-def how(recipe: Recipe, images: int) -> str:
-    """The recipe in a few sentences; `images`: of the training set."""
+def describe_recipe(recipe: Recipe, images: int) -> str:
+    """A recipe in a few sentences; `images` is the size of the training set."""
     steps = recipe.steps or 0
-    what = "The head alone learned" if recipe.freeze == "body" else "All weights learned"
+    what = "Only the head was trained" if recipe.freeze == "body" else "All weights were trained"
     kind = {"sgd": "SGD", "adamw": "AdamW"}[recipe.optimizer]
     passes = f"{steps * recipe.batch / max(1, images):.1f}".removesuffix(".0")
-    said = [
-        f"{what} for {many(steps, 'step')} of {many(recipe.batch, 'image')} (each training image about {passes} "
-        f"times), at {recipe.image_size[0]} x {recipe.image_size[1]} pixels."
+    decay = {"cosine": ", then cosine decay", "linear": ", then linear decay", "constant": ""}[recipe.decay]
+    warmup = f", reached over {plural(recipe.warmup, 'step')}" if recipe.warmup else ""
+    sentences = [
+        f"{what} for {plural(steps, 'step')} of {plural(recipe.batch, 'image')} (each training image about {passes} "
+        f"times), at {recipe.image_size[0]} x {recipe.image_size[1]} pixels.",
+        f"{kind} with a learning rate of {recipe.lr:g}{warmup}{decay}.",
+        describe_augment(recipe.augment),
     ]
-    fall = {"cosine": ", then falling by a cosine", "linear": ", then falling in a line", "constant": ""}[recipe.decay]
-    rise = f", reached over {many(recipe.warmup, 'step')}" if recipe.warmup else ""
-    said.append(f"{kind} with a learning rate of {recipe.lr:g}{rise}{fall}.")
-    said.append(augmented(recipe.augment))
     if recipe.ema:
-        said.append("The model is the average of the weights along the way.")
-    return " ".join(said)
+        sentences.append("The model has the average of the weights over training.")
+    return " ".join(sentences)
 
 
-def augmented(augment: Augment) -> str:
-    """What was done to the images."""
+def describe_augment(augment: Augment) -> str:
+    """The augmentation in one sentence."""
     if augment.crop == "inception":
         low, high = (round(100 * side) for side in augment.area)
-        done = [f"cut to {low} to {high} % of the picture"]
+        done = [f"cropped to {low} to {high} % of their area"]
     else:
-        done = ["cut at random places"] if augment.crop == "resize" else []
+        done = ["cropped at random places"] if augment.crop == "resize" else []
     done += ["mirrored half the time"] if augment.flip else []
-    done += [f"changed by {many(augment.randaugment[0], 'random operation')}"] if augment.randaugment[0] else []
+    done += [f"changed by {plural(augment.randaugment[0], 'random operation')}"] if augment.randaugment[0] else []
     done += ["blended in pairs"] if augment.mixup or augment.cutmix else []
     if not done:
-        return "Images were shown as they are."
+        return "Images were not augmented."
     return f"Images were {', '.join(done[:-1])}{' and ' if len(done) > 1 else ''}{done[-1]}."

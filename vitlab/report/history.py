@@ -1,4 +1,4 @@
-"""What a run's folder says of its own making: recipe.json and log.jsonl.
+"""How a run was trained, from its recipe.json and log.jsonl.
 
 Shapes: S steps that were logged, T tests.
 """
@@ -23,42 +23,43 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class History:
-    """A run that has ended: its recipe as it was resolved, the set it saw, and its course."""
+    """A finished run: its recipe with all defaults filled in, the size of its training set, and its log."""
 
     recipe: Recipe
-    images: int  # it was trained on
+    images: int  # of the training set
     steps: Ints  # (S,)
     loss: Floats  # (S,)
     rate: Floats  # (S,)
     test_steps: Ints  # (T,)
-    accuracy: Floats  # (T,) on the test set, with the weights as they were
-    averaged: Floats | None  # (T,) the same with averaged weights
+    accuracy: Floats  # (T,) on the test set
+    averaged: Floats | None  # (T,) on the test set, with averaged weights
     seconds: float  # spent on training steps alone, without tests
     speed: float  # images a second, the median; 0 where nothing was logged
 
     @property
     def seen(self) -> int:
-        """Images that all steps together saw."""
+        """Images of all steps together."""
         return (self.recipe.steps or 0) * self.recipe.batch
 
 
 def read_history(folder: Path) -> History:
+    """The history of the run in a folder; UserError if it is none, is not finished, or has a broken log."""
     stored = read_run(folder)
     if stored is None:
         raise UserError(
-            f"{folder} has no {RECIPE}, so it is not the folder of a run; a report is about what `vitlab finetune` "
-            "and `vitlab train` made, and `vitlab evaluate` tests any model"
+            f"{folder} has no {RECIPE}, so it is not the folder of a run; only runs of `vitlab finetune` and "
+            "`vitlab train` have reports, but `vitlab evaluate` tests any model"
         )
     if not (folder / WEIGHTS).exists():
-        raise UserError(f"the run in {folder} has not come to its end; continue it with --resume")
+        raise UserError(f"the run in {folder} is not finished; continue it with --resume")
     check_own_files(folder)
     try:
-        return made_of(stored, read_log(folder / LOG))
+        return parse_history(stored, read_log(folder / LOG))
     except UserError as error:
         raise UserError(f"{folder / LOG} is not the log of this run: {error}") from None
 
 
-def made_of(stored: Stored, records: list[dict[str, Any]]) -> History:
+def parse_history(stored: Stored, records: list[dict[str, Any]]) -> History:
     steps = [record for record in records if "loss" in record]
     tests = [record for record in records if "test" in record]
     speeds = [part(record, "speed") for record in records if "speed" in record]
@@ -70,7 +71,7 @@ def made_of(stored: Stored, records: list[dict[str, Any]]) -> History:
         column(tests, "step", np.int64),
         column([part(record, "test") for record in tests], "accuracy"),
         column([part(record, "ema") for record in tests], "accuracy") if averaged else None,
-        spent(speeds, stored.recipe.batch),
+        training_seconds(speeds, stored.recipe.batch),
         float(np.median(column(speeds, "images_per_second"))) if speeds else 0.0,
     )
 
@@ -79,8 +80,8 @@ def column(records: list[dict[str, Any]], key: str, kind: type = np.float64) -> 
     return np.array([number(record, key) for record in records], kind)
 
 
-def spent(speeds: list[dict[str, Any]], batch: int) -> float:
-    """Seconds of all steps, from the speed of each stretch of them."""
+def training_seconds(speeds: list[dict[str, Any]], batch: int) -> float:
+    """Seconds of all steps, from the speed between each two log records."""
     seconds, done = 0.0, 0.0
     for record in speeds:
         step = number(record, "step")

@@ -1,9 +1,8 @@
-"""Pictures inside the page: figures for a light and a dark screen, and the mistakes with where the model looked.
+"""Images embedded in the page: figures for a light and a dark screen, and the mistakes with the model's attention.
 
 Shapes: h and w the model's height and width.
 """
 
-import base64
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from vitlab.data.source import ImageSource
 from vitlab.data.transforms import eval_pixels, normalize
 from vitlab.device import pick_device
 from vitlab.evaluation.result import Evaluation
+from vitlab.html import data_url
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
 from vitlab.plots.inside import overlay
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST = 12  # mistakes that are shown
-SIDE = 224  # pixels of their pictures: smaller ones are enlarged, larger ones reduced
-# The dark page's colors for what is drawn in ink on the light one.
+SIDE = 224  # pixels of their images: smaller ones are enlarged, larger ones reduced
+# The colors of the dark page in place of the light one's text, axes, grid and background.
 INK, FAINT, LINES, CARD = "#eceae5", "#8b9099", "#31353d", "#1c1f25"
 BRIGHTER = dict(zip(COLORS[:3], ("#56B4E9", "#F2934D", "#35C79B"), strict=True))
 
@@ -38,8 +38,8 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A figure as two data: addresses, and its size in pixels on the page."""
+class PageFigure:
+    """A figure as two data: URLs, and its size in pixels on the page."""
 
     light: str
     dark: str
@@ -55,30 +55,31 @@ class Mistake:
     truth: str
     guess: str
     confidence: float
-    picture: str  # data: address
-    looked: str | None  # the same with the attention over it; None where the model has none
+    image: str  # data: URL
+    attention: str | None  # data: URL of the image under its attention; None where the model has none
 
 
 # ---- figures
 
 
-def drawn(figure: "Figure") -> Drawn:
+def embed_figure(figure: "Figure") -> PageFigure:
+    """Both versions of a figure; it is left in dark colors."""
     width, height = (round(96 * side) for side in figure.get_size_inches())
-    light = encode_figure(figure)
+    light = png_url(figure)
     darken(figure)
-    return Drawn(light, encode_figure(figure), width, height)
+    return PageFigure(light, png_url(figure), width, height)
 
 
-def encode_figure(figure: "Figure") -> str:
-    """Without a background: the page's own shows through."""
+def png_url(figure: "Figure") -> str:
+    """A figure with a transparent background, so that the page's own shows through."""
     file = io.BytesIO()
     save(figure, file, format="png", transparent=True)
-    return address(file.getvalue(), "png")
+    return data_url(file.getvalue(), "png")
 
 
 def darken(figure: "Figure") -> None:
-    """Ink becomes chalk. Words inside a plot stay: they were chosen to stand out from what lies under them."""
-    inside = {id(words) for axes in figure.axes for words in axes.texts}
+    """Recolor text, axes and lines for a dark page; text inside a plot keeps its color, chosen for what is under it."""
+    inside = {id(text) for axes in figure.axes for text in axes.texts}
     for axes in figure.axes:
         axes.tick_params(which="both", colors=INK, grid_color=LINES)
         for spine in axes.spines.values():
@@ -86,8 +87,8 @@ def darken(figure: "Figure") -> None:
         for patch in axes.patches:
             if tuple(patch.get_edgecolor()[:3]) == (1, 1, 1):
                 patch.set_edgecolor(CARD)
-    found: list[Any] = figure.findobj()
-    for artist in found:
+    artists: list[Any] = figure.findobj()
+    for artist in artists:
         if hasattr(artist, "set_fontsize"):
             if id(artist) not in inside:
                 artist.set_color(INK)
@@ -95,44 +96,42 @@ def darken(figure: "Figure") -> None:
             artist.set_color(BRIGHTER[artist.get_color()])
 
 
-def address(data: bytes, kind: str) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-
-
 # ---- mistakes
 
 
 def worst_mistakes(
-    found: Evaluation, model: Model, source: ImageSource, device: str, done: Callable[[int], None]
+    tested: Evaluation, model: Model, source: ImageSource, device: str, done: Callable[[int], None]
 ) -> list[Mistake]:
-    """The mistakes the model was surest of; only these images are read again. `done` hears of each."""
-    wrong = np.flatnonzero(found.guesses != found.labels)
-    worst = wrong[np.argsort(-found.confidence[wrong], kind="stable")][:MOST]
-    home, place = next(model.parameters()).device, pick_device(device)
-    model.eval().to(place)
+    """The most confident mistakes; only their images are read again. `done(1)` is called after each.
+
+    Raises BrokenImage if one cannot be read any more.
+    """
+    wrong = np.flatnonzero(tested.guesses != tested.labels)
+    worst = wrong[np.argsort(-tested.confidence[wrong], kind="stable")][:MOST]
+    before, target = next(model.parameters()).device, pick_device(device)
+    model.eval().to(target)
     mistakes = []
     for i in worst.tolist():
         pixels = eval_pixels(source.image(i), model.config.image_size, model.card.preprocess)
-        shown = enlarged(pixels.permute(1, 2, 0).numpy())
-        looked = where(model, pixels.to(place), shown) if isinstance(model, ViT) else None
-        names = found.names[found.labels[i]], found.names[found.guesses[i]]
-        looks = None if looked is None else encode(looked)
-        mistakes.append(Mistake(found.files[i], *names, float(found.confidence[i]), encode(shown), looks))
+        image = resize_for_page(pixels.permute(1, 2, 0).numpy())
+        attention = jpeg_url(overlay_attention(model, pixels.to(target), image)) if isinstance(model, ViT) else None
+        truth, guess = tested.names[tested.labels[i]], tested.names[tested.guesses[i]]
+        mistakes.append(Mistake(tested.files[i], truth, guess, float(tested.confidence[i]), jpeg_url(image), attention))
         done(1)
-    model.to(home)
+    model.to(before)
     return mistakes
 
 
 @torch.no_grad()
-def where(model: ViT, pixels: torch.Tensor, shown: Bytes) -> Bytes:
-    """Attention rollout of the picture (3, h, w) in colors over it as it is shown."""
-    image = normalize(pixels[None], model.card.preprocess).to(next(model.parameters()).dtype)
-    grid = to_grid(model, rollout(each_attention(model, image)))[0].float().cpu().numpy()
-    return (255 * overlay(shown / 255, grid)).round().clip(0, 255).astype(np.uint8)
+def overlay_attention(model: ViT, pixels: torch.Tensor, image: Bytes) -> Bytes:
+    """The attention rollout of an image's pixels (3, h, w), in colors over the image as the page shows it."""
+    images = normalize(pixels[None], model.card.preprocess).to(next(model.parameters()).dtype)
+    grid = to_grid(model, rollout(each_attention(model, images)))[0].float().cpu().numpy()
+    return (255 * overlay(image / 255, grid)).round().clip(0, 255).astype(np.uint8)
 
 
-def enlarged(pixels: Bytes) -> Bytes:
-    """Pixels (h, w, 3) at the size of the page; of few, each stays a square."""
+def resize_for_page(pixels: Bytes) -> Bytes:
+    """Pixels (h, w, 3) at the size of the page; a small image is enlarged to squares, without interpolation."""
     height, width = pixels.shape[:2]
     factor = SIDE / max(height, width)
     if factor >= 2:
@@ -142,7 +141,7 @@ def enlarged(pixels: Bytes) -> Bytes:
     return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS)) if factor < 1 else pixels
 
 
-def encode(pixels: Bytes) -> str:
+def jpeg_url(pixels: Bytes) -> str:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "JPEG", quality=88)
-    return address(file.getvalue(), "jpeg")
+    return data_url(file.getvalue(), "jpeg")

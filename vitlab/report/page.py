@@ -1,0 +1,124 @@
+"""The page of a report, rendered from page.html and sections.html; Jinja2 escapes every value."""
+
+import functools
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from vitlab import __version__
+from vitlab.cost import Cost
+from vitlab.data.source import Data
+from vitlab.evaluation.evaluate import Evaluation, class_table
+from vitlab.models.config import ModelConfig, ResNetConfig
+from vitlab.plots.scores import COUNTED
+from vitlab.report import describe
+from vitlab.report.history import History
+from vitlab.report.images import Mistake, PageFigure
+from vitlab.settings import to_json
+from vitlab.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the report is about; `data` is what the model was tested on, `size` the bytes of its file."""
+
+    run: str
+    history: History
+    config: ModelConfig
+    data: Data
+    cost: Cost
+    size: int
+
+    @property
+    def run_flops(self) -> int:
+        """Operations of all training steps; a frozen body has no backward pass."""
+        frozen = self.history.recipe.freeze == "body"
+        return (self.cost.forward_flops if frozen else self.cost.train_flops) * self.history.seen
+
+
+@dataclass(frozen=True)
+class Tested:
+    """The scores on the test set, and how long the test took."""
+
+    scores: Evaluation
+    seconds: float
+
+
+def render(subject: Subject, tested: Tested | None, mistakes: list[Mistake], figures: dict[str, PageFigure]) -> str:
+    """The page as HTML; characters that UTF-8 cannot encode, which file names may have, become question marks."""
+    page = templates().get_template("page.html")
+    title = Path(subject.run).name or subject.run
+    text = page.render(title=title, subject=subject, tested=tested, mistakes=mistakes, figures=figures)
+    return text.encode("utf-8", "replace").decode()
+
+
+@functools.cache
+def templates() -> Environment:
+    """The templates of this folder, with the functions they use."""
+    loader = PackageLoader("vitlab.report", ".")
+    found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    found.globals |= {"version": __version__, "COUNTED": COUNTED}
+    functions = (
+        *(describe.model_name, describe.describe_model, describe.describe_recipe, describe.describe_seconds),
+        *(describe.si_number, describe.percent, describe.percent_range, describe.plural),
+        *(class_table, confidence_gap, count_right, next_steps, rate_bound, setting_rows),
+    )
+    found.globals |= {function.__name__: function for function in functions}
+    return found
+
+
+# ---- functions for the templates
+
+
+def count_right(scores: Evaluation) -> int:
+    return int((scores.guesses == scores.labels).sum())
+
+
+def rate_bound(right: int, n: int) -> str:
+    """The 95 % bound on a rate where all or none of n are right, and resampling gives no interval."""
+    limit = 0.05 ** (1 / n)  # the rate at which all of n are right once in twenty times
+    return f"at least {describe.percent(limit)}" if right else f"at most {describe.percent(1 - limit)}"
+
+
+def confidence_gap(scores: Evaluation) -> str:
+    """How the mean confidence compares with the accuracy."""
+    gap = float(scores.confidence.mean()) - scores.top1.value
+    if abs(gap) < 0.01:
+        return "well calibrated on average"
+    return f"{'slightly' if abs(gap) < 0.05 else 'far'} {'overconfident' if gap > 0 else 'underconfident'}"
+
+
+def setting_rows(recipe: Recipe) -> list[tuple[str, str]]:
+    """(name, value) of every setting that has a value."""
+    settings = to_json(recipe)
+    if recipe.weights is not None:
+        del settings["model"]  # the weights decide
+    settings |= {f"augment: {key}": value for key, value in settings.pop("augment").items()}
+    settings |= {f"preprocess: {key}": value for key, value in (settings.pop("preprocess") or {}).items()}
+    return [(key, value_text(value)) for key, value in settings.items() if value is not None]
+
+
+def value_text(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(value_text, value))
+    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def next_steps(subject: Subject) -> list[tuple[str, str]]:
+    """(what, command) of what to do with the model."""
+    run = shlex.quote(subject.run)
+    if subject.config.classes == 0:
+        rows = [("fine-tune it on your classes", f"vitlab finetune photos/ --weights {run} --out runs/mine")]
+    else:
+        rows = [
+            ("predict images", f"vitlab predict {run} photo.jpg"),
+            ("serve it on a web page", f"vitlab serve {run}"),
+            ("export it", f"vitlab export {run} model.onnx"),
+        ]
+    if not isinstance(subject.config, ResNetConfig):
+        rows.append(("look inside", f"vitlab inspect {run} photo.jpg"))
+    if subject.config.classes:
+        rows.append(("test it on other images", f"vitlab evaluate {run} other-photos/ --split all"))
+    return rows
