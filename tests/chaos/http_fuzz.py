@@ -21,6 +21,7 @@ from chaos.watch import held
 REQUESTS = 100_000
 WORKERS = 48
 HEALTH = 2.0  # seconds for a health check
+SLOW = "a health check took"
 PAUSE = 0.1  # seconds for an answer to a spoilt request: the server may well be waiting for the rest of it
 GROWTH = 64.0  # megabytes from a quarter of the way to the end
 ANSWER = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]*\r\n((?:[A-Za-z0-9-]+: [^\r\n]*\r\n)+)\r\n")
@@ -235,7 +236,7 @@ def run(scale: float = 1.0, seed: int = 0) -> Row:
     if code is not None:
         found.fail(f"the server ended with {code}")
     if slowest > HEALTH:
-        found.fail(f"a health check took {slowest:.1f} s")
+        found.fail(f"{SLOW} {slowest:.1f} s")
     if late - early > GROWTH:
         found.fail(f"the server grew from {early:.0f} to {late:.0f} MB")
     statuses = ", ".join(f"{status or 'none'}: {number}" for status, number in sorted(found.statuses.items()))

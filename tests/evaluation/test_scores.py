@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import binom
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support, top_k_accuracy_score
+from timing import assert_below
 
 from vitlab.errors import UserError
 from vitlab.evaluation.scores import (
@@ -176,8 +177,12 @@ def test_a_rate_of_nothing_is_a_sentence() -> None:
 def test_fifty_thousand_images_are_quick() -> None:
     logits, labels = drawn(50_000, 20)
     odds = softmax(logits)
-    began = time.process_time()
-    interval(odds.argmax(1) == labels)
-    calibration_interval(odds, labels)
-    intervals(np.full(1000, 40), np.full(1000, 50))
-    assert time.process_time() - began < 8
+
+    def attempt() -> float:
+        began = time.process_time()
+        interval(odds.argmax(1) == labels)
+        calibration_interval(odds, labels)
+        intervals(np.full(1000, 40), np.full(1000, 50))
+        return time.process_time() - began
+
+    assert_below(8, attempt)

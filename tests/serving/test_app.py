@@ -257,13 +257,13 @@ def test_a_request_can_never_be_larger_than_the_queue(run: Path) -> None:
 def held(service: Service) -> Iterator[threading.Event]:
     """The model's thread, kept busy until the block ends."""
     entered, go = threading.Event(), threading.Event()
-    busy = service.batcher.call(lambda: (entered.set(), go.wait(20)))
-    assert entered.wait(5)
+    busy = service.batcher.call(lambda: (entered.set(), go.wait(60)))
+    assert entered.wait(60)
     try:
         yield go
     finally:
         go.set()
-        busy.result(20)
+        busy.result(60)
 
 
 def test_a_full_queue_is_told_and_passes(run: Path) -> None:
@@ -325,7 +325,7 @@ def test_who_goes_away_costs_no_computation(run: Path) -> None:
         with held(service):
             asyncio.run(leave())
             assert service.batcher.waiting[0].future.cancelled()
-        service.batcher.submit(torch.zeros(3, 32, 32, dtype=torch.uint8)).result(5)
+        service.batcher.submit(torch.zeros(3, 32, 32, dtype=torch.uint8)).result(60)
         assert service.metrics.images == before + 1  # the one just asked for, not the one that was left
         assert sent == []
 

@@ -67,6 +67,13 @@ def test_an_empty_token_in_the_environment_is_not_taken_for_none(
     assert "unset VITLAB_TOKEN" in mistake([str(run), "--port", "0"], monkeypatch, capsys)
 
 
+def metrics(port: int) -> str:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as wire:
+        wire.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n")
+        wire.sendall(b"Connection: close\r\n\r\n")
+        return b"".join(iter(lambda: wire.recv(65536), b"")).decode()
+
+
 @pytest.mark.slow
 def test_sigterm_finishes_what_has_begun(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VITLAB_TOKEN", "secret")
@@ -78,7 +85,8 @@ def test_sigterm_finishes_what_has_begun(run: Path, monkeypatch: pytest.MonkeyPa
         wire.sendall(b"GET /v1/model HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert answer(wire)[0] == 401
         wire.sendall(head.encode() + PNG[:50])
-        time.sleep(0.3)
+        while f"vitlab_upload_bytes {50:g}" not in metrics(live.port):  # the request has begun
+            time.sleep(0.05)
         live.process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
         assert live.process.poll() is None  # it waits for us
@@ -86,7 +94,7 @@ def test_sigterm_finishes_what_has_begun(run: Path, monkeypatch: pytest.MonkeyPa
             socket.create_connection(("127.0.0.1", live.port), timeout=5)
         wire.sendall(PNG[50:])
         assert answer(wire)[0] == 200
-        assert live.process.wait(10) == 0
+        assert live.process.wait(60) == 0
         said = "".join(live.said)
         assert "stopped" in said
         assert "Traceback" not in said
@@ -97,7 +105,7 @@ def test_sigterm_finishes_what_has_begun(run: Path, monkeypatch: pytest.MonkeyPa
 def test_ctrl_c_ends_in_order_too_and_openness_is_warned_of(run: Path) -> None:
     with server(run, "--host", "0.0.0.0") as live:
         live.process.send_signal(signal.SIGINT)
-        assert live.process.wait(10) == 0
+        assert live.process.wait(60) == 0
         said = "".join(live.said)
         assert "VITLAB_TOKEN=... asks for a token" in said
         assert "Traceback" not in said
