@@ -230,7 +230,7 @@ def run(scale: float = 1.0, seed: int = 0) -> Row:
         start = time.monotonic()
         early, late, slowest = asyncio.run(fuzz(live.port, live.process.pid, total, seed, found))
         seconds = time.monotonic() - start
-        log, code = "".join(live.said), live.process.poll()
+        log, code = "".join(live.lines), live.process.poll()
     if "Traceback" in log:
         found.fail("a traceback in the log: " + log[log.index("Traceback") :][:1500])
     if code is not None:

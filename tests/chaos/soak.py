@@ -68,7 +68,7 @@ def run(scale: float = 1.0) -> Row:
         with besieged(live.port, seconds + 60, **HOSTILE):
             early, late = asyncio.run(load_for(live.port, pid, seconds, pictures, load))
         time.sleep(SETTLE)
-        after, log = held(pid), "".join(live.said)
+        after, log = held(pid), "".join(live.lines)
         took = time.monotonic() - start
     failures = judge(load, seconds, before, early, late, after)
     if "Traceback" in log:

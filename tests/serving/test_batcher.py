@@ -11,7 +11,7 @@ import pytest
 from timing import seconds
 
 from vitlab.errors import UserError
-from vitlab.serving.batcher import Batcher, Closed, Full
+from vitlab.serving.batcher import Batcher, BatcherClosed, QueueFull
 
 
 class Doubler:
@@ -90,7 +90,7 @@ def test_it_does_not_wait_forever_for_them() -> None:
 def test_a_full_queue_says_so_and_seats_come_back() -> None:
     with doubling(queue=3, max_wait=0) as (batcher, _):
         with batcher.reserve(2):
-            with pytest.raises(Full):
+            with pytest.raises(QueueFull):
                 batcher.reserve(2)
             batcher.submit(1).result(60)
         with batcher.reserve(3) as seats:
@@ -122,7 +122,7 @@ def test_an_exception_is_the_answer_of_its_batch_alone() -> None:
             with pytest.raises(ArithmeticError, match="unlucky"):
                 unlucky.result(60)
         assert (first.result(60), futures[2].result(60)) == (0, 30)
-        assert batcher.alive
+        assert batcher.is_open
 
 
 def test_too_few_answers_are_an_error_not_a_hang() -> None:
@@ -156,7 +156,7 @@ def test_closing_finishes_what_waits_and_takes_no_more() -> None:
         closing.start()
         while not batcher.closed:
             time.sleep(0.001)
-        with pytest.raises(Closed):
+        with pytest.raises(BatcherClosed):
             batcher.submit(9)
         run.gate.set()
         futures += seats.submit([5])  # who has a seat is still served
@@ -180,7 +180,7 @@ def test_closing_in_a_hurry_cancels_what_waits() -> None:
 
 def test_it_counts_batches_for_whoever_watches() -> None:
     seen: list[tuple[int, float]] = []
-    batcher: Batcher[int, int] = Batcher(list, watch=lambda size, seconds: seen.append((size, seconds)))
+    batcher: Batcher[int, int] = Batcher(list, on_batch=lambda size, seconds: seen.append((size, seconds)))
     assert batcher.submit(1).result(60) == 1
     assert batcher.close(5)
     assert [size for size, _ in seen] == [1]

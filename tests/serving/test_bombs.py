@@ -29,7 +29,7 @@ SECONDS = 12.0
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with server(save(tmp_path_factory.mktemp("bombs") / "small")) as live:
         yield live
-        assert live.process.poll() is None, "".join(live.said)
+        assert live.process.poll() is None, "".join(live.lines)
 
 
 def connect(live: Running, data: bytes) -> socket.socket:

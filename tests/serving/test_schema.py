@@ -56,7 +56,7 @@ ROUTES = [
 class Lasting(Service):
     """Each call of schemathesis starts and ends the app; the model stays."""
 
-    async def warm(self) -> None:
+    async def warm_up(self) -> None:
         pass
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with server(save(tmp_path_factory.mktemp("siege") / "small")) as live:
         yield live
         assert live.process.poll() is None
-        assert "Traceback" not in "".join(live.said)
+        assert "Traceback" not in "".join(live.lines)
 
 
 def measure(live: Running, clients: int, seconds: float, hostile: dict[str, int]) -> tuple[Load, list[float]]:
