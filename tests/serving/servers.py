@@ -1,15 +1,18 @@
 """For the tests of serving: small models, pictures as files, and the real server in a process of its own."""
 
+import atexit
 import io
 import json
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ import vitlab
 
 VITLAB = Path(sys.executable).with_name("vitlab")
 NAMES = [f"kind {i}" for i in range(7)]
+TIMEOUT = 2.0  # seconds for a request to arrive, on servers with the options below
+SHORT = ("--timeout", str(TIMEOUT), "--host-name", "lab.example")
 
 
 def small(name: str = "Ti/8", **settings: Any) -> Any:
@@ -81,6 +86,21 @@ def server(run: Path, *options: str, command: tuple[str, ...] = ()) -> Iterator[
     finally:
         process.terminate()
         process.wait(30)
+
+
+@contextmanager
+def small_server(*options: str) -> Iterator[Running]:
+    """A server with a small model."""
+    with tempfile.TemporaryDirectory() as folder, server(save(Path(folder) / "small"), *options) as live:
+        yield live
+
+
+@cache
+def shared_server(*options: str) -> Running:
+    """One server for all tests of this process that need these options; starting it takes seconds."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(small_server(*options))
 
 
 def answer(wire: socket.socket) -> tuple[int, dict[str, object]]:

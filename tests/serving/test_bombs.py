@@ -1,4 +1,4 @@
-"""Pictures that ask a decoder for minutes: their senders get an answer in time, and nobody else notices."""
+"""Pictures that would take minutes to decode: their senders get an error in time, and other clients no delay."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from chaos import bombs
-from servers import Running, answer, encoded, photo, save, server
+from servers import Running, answer, encoded, photo, save, server, shared_server
 from test_crowd import MODEL, Load, press
 from timing import assert_below, measure_until, seconds
 
@@ -26,10 +26,10 @@ SECONDS = 12.0
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with server(save(tmp_path_factory.mktemp("bombs") / "small")) as live:
-        yield live
-        assert live.process.poll() is None, "".join(live.lines)
+def live() -> Iterator[Running]:
+    live = shared_server()
+    yield live
+    assert live.process.poll() is None, "".join(live.lines)
 
 
 def connect(live: Running, data: bytes) -> socket.socket:
@@ -83,7 +83,7 @@ def test_work_ends_when_its_client_leaves(live: Running) -> None:
 
 
 @pytest.mark.slow
-def test_a_picture_over_its_budget_is_a_broken_one(live: Running) -> None:
+def test_a_picture_over_its_time_limit_is_refused(live: Running) -> None:
     def attempt() -> tuple[float, float]:
         """Seconds until the good client is answered, and until the last bad one is."""
         began = time.monotonic()
@@ -119,7 +119,7 @@ def test_stopping_does_not_wait_for_bombs(tmp_path: Path) -> None:
     assert_below(28, attempt)
 
 
-# ---- eight senders that never tire, beside sixty-four good clients
+# ---- eight hostile senders beside sixty-four good clients
 
 
 def send_forever(port: int, seconds: float) -> None:

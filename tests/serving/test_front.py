@@ -5,34 +5,27 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from chaos.clients import besieged, health
 from prometheus_client.parser import text_string_to_metric_families
-from servers import Running, answer, encoded, photo, save, server
+from servers import SHORT, TIMEOUT, Running, answer, encoded, photo, shared_server, small_server
 from timing import assert_below, seconds
 
-TIMEOUT = 2.0
 PNG = encoded(photo())
 PAGE = "/page/style.css"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("front") / "small")
+def live() -> Iterator[Running]:
+    live = shared_server(*SHORT)
+    yield live
+    assert "Traceback" not in "".join(live.lines)
 
 
 @pytest.fixture(scope="module")
-def live(run: Path) -> Iterator[Running]:
-    with server(run, "--timeout", str(TIMEOUT), "--host-name", "lab.example") as live:
-        yield live
-        assert "Traceback" not in "".join(live.lines)
-
-
-@pytest.fixture(scope="module")
-def with_token(run: Path) -> Iterator[Running]:
-    with server(run, "--timeout", str(TIMEOUT), "--token", "secret") as live:
+def with_token() -> Iterator[Running]:
+    with small_server("--timeout", str(TIMEOUT), "--token", "secret") as live:
         yield live
         assert "Traceback" not in "".join(live.lines)
 

@@ -9,21 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers import Running, answer, encoded, photo, save, server
+from servers import SHORT, TIMEOUT, Running, answer, encoded, photo, shared_server
 from timing import assert_below, measure_until, seconds
 
-TIMEOUT = 2.0  # seconds that this server gives a body
 MEGABYTE = 1_000_000
 PNG = encoded(photo())
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    run = save(tmp_path_factory.mktemp("hostile") / "small")
-    with server(run, "--timeout", str(TIMEOUT)) as live:
-        assert is_serving(live)
-        yield live
-        assert live.process.poll() is None, "".join(live.lines)
+def live() -> Iterator[Running]:
+    live = shared_server(*SHORT)
+    assert is_serving(live)
+    yield live
+    assert live.process.poll() is None, "".join(live.lines)
 
 
 # ---- a client made of a socket, which can send anything

@@ -1,4 +1,4 @@
-"""Good clients while hostile ones do their worst, all from one address: they are served, and in time.
+"""Good clients beside hostile ones, all from one address: the good ones are served in time.
 
 By itself, `python tests/serving/test_siege.py [SECONDS]` prints what it measured.
 """
@@ -6,7 +6,6 @@ By itself, `python tests/serving/test_siege.py [SECONDS]` prints what it measure
 import asyncio
 import contextlib
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # to run this file by itself
 from chaos.clients import Load, besieged, health, press
-from servers import Running, encoded, photo, save, server
+from servers import Running, encoded, photo, shared_server, small_server
 from timing import assert_below, measure_until
 
 HOSTILE = {"silent": 512, "slow": 300, "tiny": 4}
@@ -24,11 +23,11 @@ SECONDS = 20.0
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with server(save(tmp_path_factory.mktemp("siege") / "small")) as live:
-        yield live
-        assert live.process.poll() is None
-        assert "Traceback" not in "".join(live.lines)
+def live() -> Iterator[Running]:
+    live = shared_server()
+    yield live
+    assert live.process.poll() is None
+    assert "Traceback" not in "".join(live.lines)
 
 
 def measure(live: Running, clients: int, seconds: float, hostile: dict[str, int]) -> tuple[Load, list[float]]:
@@ -84,7 +83,7 @@ def test_a_siege(live: Running) -> None:
 
 
 @pytest.mark.slow
-def test_more_silent_readers_than_the_table_has_room_for(live: Running) -> None:
+def test_more_silent_clients_than_the_pool_has_room_for(live: Running) -> None:
     def slowest_check() -> float:
         load, checks = measure(live, 8, 12.0, {"silent": 1500})
         assert load.errors == [], report(load, checks)
@@ -94,5 +93,5 @@ def test_more_silent_readers_than_the_table_has_room_for(live: Running) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as spare, server(save(Path(spare) / "small")) as one:
+    with small_server() as one:
         print(measure_siege(one, float(sys.argv[1]) if len(sys.argv) > 1 else SECONDS)[2])
