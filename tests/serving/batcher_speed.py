@@ -39,7 +39,7 @@ def alone(classifier: Classifier, pictures: Tensor, seconds: float) -> float:
 
 
 def batched(classifier: Classifier, pictures: Tensor, seconds: float, max_batch: int) -> float:
-    """As many callers as the queue has seats, each asking again when it is answered."""
+    """As many callers as the queue has places, each of which submits again after its answer."""
     sizes, ends = [0], [time.perf_counter()]
     batcher: Batcher[Tensor, Tensor] = Batcher(
         lambda items: list(classifier.probabilities(torch.stack(list(items)))),

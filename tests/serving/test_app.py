@@ -270,13 +270,13 @@ def held(service: Service) -> Iterator[threading.Event]:
 def test_a_full_queue_is_reported_and_recovers(run: Path) -> None:
     with client(run, queue=16) as (http, service):
         with held(service):
-            seats = service.batcher.reserve(15)
+            most = service.batcher.reserve(15)
             refused(http.post("/v1/predict", files=form(PNG, PNG)), 503, "the queue is full")
             full = service.batcher.reserve(1)
             answer = http.post("/v1/explain", files=form(PNG))
             refused(answer, 503, "the queue is full")
             assert answer.headers["retry-after"] == "1"
-            with seats, full:
+            with most, full:
                 pass
         assert http.post("/v1/predict", files=form(PNG, PNG)).status_code == 200
 

@@ -1,4 +1,4 @@
-"""Many callers and one worker: who is answered, with whom, and when."""
+"""Many callers and one worker: which items run together, and when."""
 
 import threading
 import time
@@ -67,12 +67,12 @@ def test_what_came_in_while_the_model_was_busy_is_one_batch() -> None:
     assert run.batches == [[0], [1, 2, 3, 4], [5, 6]]
 
 
-def test_a_lone_item_does_not_wait() -> None:
+def test_a_single_item_does_not_wait() -> None:
     with doubling(max_wait=50.0) as (batcher, _):
         assert seconds(lambda: batcher.submit(3).result(60)) < 10
 
 
-def test_it_waits_for_seats_that_will_be_filled() -> None:
+def test_it_waits_for_reserved_places() -> None:
     with doubling(max_wait=50.0) as (batcher, run), batcher.reserve(1) as late:
         first = batcher.submit(1)
         time.sleep(0.05)
@@ -82,20 +82,20 @@ def test_it_waits_for_seats_that_will_be_filled() -> None:
     assert run.batches == [[1, 2]]
 
 
-def test_it_does_not_wait_forever_for_them() -> None:
+def test_it_waits_no_longer_than_max_wait() -> None:
     with doubling(max_wait=0.05) as (batcher, _), batcher.reserve(1):
         assert 0.04 < seconds(lambda: batcher.submit(1).result(60)) < 10
 
 
-def test_a_full_queue_says_so_and_seats_come_back() -> None:
+def test_a_full_queue_raises_and_places_are_released() -> None:
     with doubling(queue=3, max_wait=0) as (batcher, _):
         with batcher.reserve(2):
             with pytest.raises(QueueFull):
                 batcher.reserve(2)
             batcher.submit(1).result(60)
-        with batcher.reserve(3) as seats:
+        with batcher.reserve(3) as places:
             assert len(batcher) == 3
-            assert [f.result(60) for f in seats.submit([1, 2])] == [2, 4]
+            assert [f.result(60) for f in places.submit([1, 2])] == [2, 4]
         assert len(batcher) == 0
 
 
@@ -104,10 +104,10 @@ def test_a_cancelled_item_never_reaches_the_model() -> None:
         run.hold()
         first = batcher.submit(0)
         assert run.entered.wait(60)
-        gone, stays = batcher.submit(1), batcher.submit(2)
-        assert gone.cancel()
+        cancelled, kept = batcher.submit(1), batcher.submit(2)
+        assert cancelled.cancel()
         run.gate.set()
-        assert (first.result(60), stays.result(60)) == (0, 4)
+        assert (first.result(60), kept.result(60)) == (0, 4)
     assert run.batches == [[0], [2]]
 
 
@@ -151,7 +151,7 @@ def test_closing_finishes_what_waits_and_takes_no_more() -> None:
     with doubling() as (batcher, run):
         run.hold()
         futures = [batcher.submit(n) for n in range(5)]
-        seats = batcher.reserve(1)
+        places = batcher.reserve(1)
         closing = threading.Thread(target=batcher.close, args=(10,))
         closing.start()
         while not batcher.closed:
@@ -159,13 +159,13 @@ def test_closing_finishes_what_waits_and_takes_no_more() -> None:
         with pytest.raises(BatcherClosed):
             batcher.submit(9)
         run.gate.set()
-        futures += seats.submit([5])  # who has a seat is still served
+        futures += places.submit([5])  # reserved places are still served
         assert [f.result(60) for f in futures] == [0, 2, 4, 6, 8, 10]
         closing.join(60)
         assert not batcher.worker.is_alive()
 
 
-def test_closing_in_a_hurry_cancels_what_waits() -> None:
+def test_closing_with_a_timeout_cancels_what_waits() -> None:
     with doubling() as (batcher, run):
         run.hold()
         running = batcher.submit(1)
@@ -178,7 +178,7 @@ def test_closing_in_a_hurry_cancels_what_waits() -> None:
         assert running.result(60) == 2
 
 
-def test_it_counts_batches_for_whoever_watches() -> None:
+def test_on_batch_gets_size_and_seconds() -> None:
     seen: list[tuple[int, float]] = []
     batcher: Batcher[int, int] = Batcher(list, on_batch=lambda size, seconds: seen.append((size, seconds)))
     assert batcher.submit(1).result(60) == 1

@@ -25,7 +25,7 @@ ABOUT = "Image classification and attention maps of one Vision Transformer."
 
 
 def create_app(service: Service, hosts: Hosts | None = None) -> FastAPI:
-    """The application; without `hosts` any Host header is accepted, and whoever embeds it has to check that."""
+    """The application; without `hosts` any Host header is accepted, and the program that embeds it has to check it."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

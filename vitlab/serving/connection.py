@@ -274,7 +274,7 @@ class Connection(asyncio.BufferedProtocol):
             if event is h11.NEED_DATA:
                 if data:
                     break
-                # a body that comes byte by byte does not wake the server for each of them
+                # a body that comes byte by byte does not run this code for each of them
                 if not await self.feed_parser(min(MIN_RATE, self.length - self.received)):
                     return None
             elif isinstance(event, h11.Data):

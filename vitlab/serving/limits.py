@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vitlab.errors import UserError
 from vitlab.settings import check_positive
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "AVIF")  # others on request: their headers do not show what they cost
@@ -85,10 +84,3 @@ def short_number(number: float) -> str:
         if number >= factor:
             return f"{number / factor:.3g}{letter}"
     return f"{number:.3g} "
-
-
-def check_queue(limits: Limits, queue: int) -> None:
-    if limits.max_images > queue:
-        raise UserError(
-            f"a request of {limits.max_images} images can never fit a queue of {queue}; make --queue larger"
-        )

@@ -5,6 +5,7 @@ import logging
 import time
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vitlab.serving.hosts import Hosts
@@ -60,14 +61,15 @@ class SecurityMiddleware:
             self.check_token(scope)
             await self.app(scope, receive, safe_send)
         except RequestError as error:
-            await send_error(safe_send, error)
+            await error_response(error)(scope, receive, safe_send)
         except ClientDisconnected:
             status = DISCONNECTED
         except Exception:
             log.exception("a request to %s failed", scope["path"])
             if status:  # too late for another answer: the connection is closed
                 raise
-            await send_error(safe_send, RequestError(500, "the server failed on this request; see its log"))
+            error = RequestError(500, "the server failed on this request; see its log")
+            await error_response(error)(scope, receive, safe_send)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self.metrics.count_request(route, status or DISCONNECTED, time.perf_counter() - start)
@@ -91,8 +93,5 @@ class SecurityMiddleware:
             raise RequestError(401, message, {"WWW-Authenticate": "Bearer"})
 
 
-async def send_error(send: Send, error: RequestError) -> None:
-    headers = {"Content-Type": "application/json", "Content-Length": str(len(error.body)), **error.headers}
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": error.body})
+def error_response(error: RequestError) -> Response:
+    return Response(error.body, error.status, error.headers, "application/json")

@@ -13,11 +13,12 @@ import torch
 from fastapi import Request
 from torch import Tensor
 
+from vitlab.errors import UserError
 from vitlab.predict import Classifier
 from vitlab.serving.batcher import Batcher, BatcherClosed, QueueFull
 from vitlab.serving.decoding import Decoders
 from vitlab.serving.explain import compute_steps, steps_to_json
-from vitlab.serving.limits import Limits, MemoryBudget, RequestError, check_queue, try_again
+from vitlab.serving.limits import Limits, MemoryBudget, RequestError, try_again
 from vitlab.serving.metrics import Metrics
 from vitlab.serving.uploads import ClientDisconnected, receive_uploads
 
@@ -42,8 +43,10 @@ class Service:
     """Answers requests; there is one for each server."""
 
     def __init__(self, classifier: Classifier, settings: Settings) -> None:
-        check_queue(settings.limits, settings.queue)
         self.classifier, self.settings, self.limits = classifier, settings, settings.limits
+        images, queue = self.limits.max_images, settings.queue
+        if images > queue:
+            raise UserError(f"a request of {images} images can never fit a queue of {queue}; make --queue larger")
         self.metrics = Metrics()
         self.budget = MemoryBudget(self.limits.total_bytes)
         processes = settings.processes or min(8, os.cpu_count() or 1)
@@ -52,7 +55,7 @@ class Service:
             lambda pixels: list(classifier.probabilities(torch.stack(list(pixels)))),
             max_batch=settings.max_batch or (16 if classifier.device.type == "cpu" else 64),
             max_wait=settings.max_wait,
-            queue=settings.queue,
+            queue=queue,
             on_batch=self.metrics.count_batch,
         )
         self.draining = False

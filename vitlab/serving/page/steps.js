@@ -98,7 +98,7 @@ function depths(model, answer) {
   return {
     title: `${blocks} times over, the tokens look at each other`,
     words: [
-      `In each of ${blocks} layers every token looks at all others (attention) and is then transformed by itself (an MLP). ` +
+      `In each of ${blocks} layers every token looks at all others (attention) and is then transformed on its own by an MLP. ` +
         `Above: where ${who} in that layer, yellow for most. Below: the tokens after it, as colors. At first they show what ` +
         "is in a patch; later, what the patch is part of.",
     ],
