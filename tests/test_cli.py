@@ -3,11 +3,11 @@
 import re
 import subprocess
 import sys
-import time
 from functools import cache
 from pathlib import Path
 
 import pytest
+from timing import measure_until, seconds
 
 from vitlab.cli import app, main
 
@@ -19,14 +19,14 @@ def vitlab(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_answers_at_once() -> None:
-    vitlab("--help")  # compile the bytecode
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        done = vitlab("--help")
-        seconds.append(time.perf_counter() - start)
-    assert done.returncode == 0
-    assert min(seconds) < 0.7
+    """Within 0.7 s or, on a slow machine, four times what Python takes for the libraries that print it."""
+    assert vitlab("--help").returncode == 0  # and compiles the bytecode
+    libraries = [sys.executable, "-c", "import typer, rich.console, rich.table"]
+
+    def measure() -> tuple[float, float]:
+        return seconds(lambda: vitlab("--help")), seconds(lambda: subprocess.run(libraries, check=True))
+
+    measure_until(lambda took: took[0] < max(0.7, 4 * took[1]), measure)
 
 
 def test_the_list_of_recipes_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,24 +130,6 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-@contextlib.contextmanager
-def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
-    """Open a file that replaces `path` when the block ends, and is removed where the block raises."""
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(new, mode) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
-    finally:
-        with contextlib.suppress(OSError):  # gone after the replacement; a read-only disk never had it
-            new.unlink()
-
-
 def cache_folder() -> Path:
     """VITLAB_DATA, else ~/.cache/vitlab."""
     return Path(os.environ.get("VITLAB_DATA") or "~/.cache/vitlab").expanduser()

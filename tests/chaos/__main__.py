@@ -1,4 +1,4 @@
-"""`cd tests && python -m chaos`: everything that should not break a run or a server, tried for an hour at most.
+"""`cd tests && python -m chaos`: faults that must not break a run or a server, for an hour at most.
 
 Writes OUT/chaos.json and the table in docs/reliability.md as it goes, so that Ctrl-C leaves what was measured so far.
 """
@@ -44,10 +44,10 @@ def arguments() -> argparse.Namespace:
 
 
 def part(name: str, scale: float, out: Path) -> list[Row]:
-    """The rows of one part; what stops it is its failure, not the end of the others."""
+    """The rows of one part; an exception is its failure and does not stop the other parts."""
     began = time.monotonic()
     if find_spec(f"chaos.{name}") is None:
-        return [Row(name, 0, "", 0.0, [], "skipped: it is not here")]
+        return [Row(name, 0, "", 0.0, [], "skipped: there is no such file")]
     try:
         run: Callable[..., Row | list[Row]] = import_module(f"chaos.{name}").run
         found = run(scale, out / "fuzz") if name == "fuzz" else run(scale)

@@ -1,4 +1,4 @@
-"""Small files that ask for a great deal: of time, of memory, or of patience."""
+"""Small files that take a lot of time or memory to read."""
 
 import io
 import struct
@@ -35,7 +35,7 @@ def odd_maxval(side: int = 5_000) -> bytes:
 
 
 def tile(side: int = 26_000) -> bytes:
-    """A TIFF of 16 x 16 pixels that lie in one tile of side x side."""
+    """A TIFF of 16 x 16 pixels in one tile of side x side."""
     data = zlib.compress(bytes(1000))
     after = 8 + 2 + 12 * 10 + 4
     tags = [
@@ -55,7 +55,7 @@ def tile(side: int = 26_000) -> bytes:
 
 
 def inner_frame() -> bytes:
-    """An AVIF that says it is 16 x 16 over an AV1 frame of 16000 x 16000."""
+    """An AVIF whose header has 16 x 16 pixels, with an AV1 frame of 16000 x 16000."""
     return zlib.decompress(b85decode(FRAME)).replace(
         b"ispe\0\0\0\0" + struct.pack(">II", 16_000, 16_000), b"ispe\0\0\0\0" + struct.pack(">II", 16, 16)
     )

@@ -1,7 +1,7 @@
 """Clients of a server: good ones that measure it, and hostile ones of every kind, all on loopback.
 
 `python tests/chaos/clients.py PORT SECONDS KIND=NUMBER ...` is a process of hostile clients (`besieged` starts it): it
-imports little and sleeps most of the time, since it shares the processors with the server.
+imports little and is idle most of the time, since it shares the processors with the server.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ Hostile = Callable[[int, float], Awaitable[None]]
 
 @dataclass
 class Load:
-    """What good clients saw: (when it was answered, seconds it took) of each request, and what went wrong."""
+    """What good clients saw: (when it was answered, seconds it took) of each request, and the errors."""
 
     answers: list[tuple[float, float]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -98,7 +98,7 @@ async def health(port: int, end: float, every: float = 0.1) -> list[float]:
     return seconds
 
 
-# ---- hostile clients: each does one connection's harm and returns, or raises OSError, and is called again
+# ---- hostile clients: each opens one connection, returns or raises OSError, and is called again
 
 
 @contextlib.contextmanager
@@ -109,7 +109,7 @@ def plug() -> Iterator[socket.socket]:
 
 
 async def silent(port: int, end: float) -> None:
-    """Asks for a large file many times at once and never reads; sends more as long as anyone listens."""
+    """Requests a large file many times at once and never reads; sends more until it is disconnected."""
     loop = asyncio.get_running_loop()
     ask = f"GET {PAGE} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() * 200
     with plug() as wire:
@@ -167,7 +167,7 @@ async def scans(port: int, end: float) -> None:
 
 
 async def noise(port: int, end: float) -> None:
-    """Bytes that are no HTTP."""
+    """Bytes that are not HTTP."""
     reader, writer = await asyncio.open_connection(HOST, port)
     with contextlib.closing(writer):
         writer.write(random.randbytes(random.randrange(1, 5000)) + b"\r\n\r\n")
@@ -176,7 +176,7 @@ async def noise(port: int, end: float) -> None:
 
 
 async def leave(port: int, end: float) -> None:
-    """Goes away in the middle of a body, or right after it."""
+    """Disconnects in the middle of a body, or right after it."""
     _, writer = await asyncio.open_connection(HOST, port)
     writer.write(post(len(SMALL)) + SMALL[: random.choice([10, len(SMALL)])])
     await asyncio.sleep(random.choice([0.0, 0.01, 0.1]))
@@ -191,7 +191,7 @@ KINDS: dict[str, Hostile] = {kind.__name__: kind for kind in (silent, slow, drib
 
 
 def png(side: int, rows: int) -> bytes:
-    """A black PNG that says it is side x side pixels and holds some of its rows."""
+    """A black PNG whose header has side x side pixels and which holds some of its rows."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -228,7 +228,7 @@ async def again(kind: Hostile, port: int, end: float, made: Counter[str]) -> Non
 
 
 async def siege(port: int, seconds: float, numbers: dict[str, int]) -> Counter[str]:
-    """So many clients of each kind, each back as soon as it is thrown out; how often they came."""
+    """So many clients of each kind, each back as soon as it is disconnected; returns how often each kind connected."""
     made: Counter[str] = Counter()
     end = time.monotonic() + seconds
     print("besieging", flush=True)

@@ -1,4 +1,4 @@
-"""Hostile files, found by what they reach in the code: every reader under Atheris, each in a process with limits."""
+"""Hostile files, guided by code coverage: every reader of files under Atheris, each in a process with limits."""
 
 import importlib.util
 import json
@@ -41,24 +41,24 @@ def title(name: str) -> str:
 
 
 def fuzz(name: str, folder: Path, seconds: int, seed: int) -> dict[str, Any]:
-    """One reader for so long, started again after a crash; the fields of its row."""
+    """Fuzz one reader for so many seconds, restarted after a crash; returns the fields of its row."""
     began = time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     failures: list[str] = []
     tried = reached = refused = 0
     left, starts = float(seconds), 0
     while left >= 1 and starts < STARTS:
-        place = folder / f"start{starts}"
-        place.mkdir(parents=True)
-        printed, code = process(name, place, round(left), seed + starts)
-        counts = (place / "tried").read_text().split() if (place / "tried").exists() else ["0", "0"]
+        start_folder = folder / f"start{starts}"
+        start_folder.mkdir(parents=True)
+        printed, code = process(name, start_folder, round(left), seed + starts)
+        counts = (start_folder / "tried").read_text().split() if (start_folder / "tried").exists() else ["0", "0"]
         tried += int(counts[0])
         refused += int(counts[0]) - int(counts[1])
         reached = max([reached, *map(int, re.findall(r"cov: (\d+)", printed))])
-        failures += found(name, place, code, printed)
+        failures += read_failures(name, start_folder, code, printed)
         left -= max(1.0, spent(printed))
         starts += 1
-        tidy(place)
+        tidy(start_folder)
     if not tried:
         failures.append("no input was tried")
     notes = f"{reached} branches of code reached, {refused:,} refused"
@@ -66,12 +66,12 @@ def fuzz(name: str, folder: Path, seconds: int, seed: int) -> dict[str, Any]:
     return vars(row)
 
 
-def process(name: str, place: Path, seconds: int, seed: int) -> tuple[str, int]:
-    words = [sys.executable, "-m", "chaos.fuzz_one", name, str(place), str(seconds), str(seed)]
+def process(name: str, start_folder: Path, seconds: int, seed: int) -> tuple[str, int]:
+    words = [sys.executable, "-m", "chaos.fuzz_one", name, str(start_folder), str(seconds), str(seed)]
     path = os.pathsep.join([str(TESTS), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])
     own = ENVIRONMENT | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    with (place / "printed.txt").open("w+") as file:
-        run = subprocess.Popen(words, env=own, stdout=file, stderr=file, cwd=place)
+    with (start_folder / "printed.txt").open("w+") as file:
+        run = subprocess.Popen(words, env=own, stdout=file, stderr=file, cwd=start_folder)
         try:
             code = run.wait(seconds + SPARE)
         except subprocess.TimeoutExpired:
@@ -81,12 +81,12 @@ def process(name: str, place: Path, seconds: int, seed: int) -> tuple[str, int]:
         return file.read(), code
 
 
-def found(name: str, place: Path, code: int, printed: str) -> list[str]:
-    """What readers did wrong, each with the name of the input that made them."""
-    kept = place / "failures.jsonl"
+def read_failures(name: str, start_folder: Path, code: int, printed: str) -> list[str]:
+    """The readers' failures, each with the input that caused it."""
+    kept = start_folder / "failures.jsonl"
     records = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    failures = [f"{r['kind']} ({' '.join(r['detail'].split())[:120]}): {place / r['input']}" for r in records]
-    artifacts = [path for kind in ("crash", "timeout", "oom") for path in place.glob(f"{kind}-*")]
+    failures = [f"{r['kind']} ({' '.join(r['detail'].split())[:120]}): {start_folder / r['input']}" for r in records]
+    artifacts = [path for kind in ("crash", "timeout", "oom") for path in start_folder.glob(f"{kind}-*")]
     failures += [f"{path.name.partition('-')[0]} of the process: {path}" for path in artifacts]
     if code and not artifacts:
         failures.append(f"the process ended with exit code {code}: {printed.strip()[-200:]}")
@@ -98,7 +98,7 @@ def spent(printed: str) -> float:
     return float(done[1]) if done else USUAL / STARTS
 
 
-def tidy(place: Path) -> None:
-    """Only what broke something stays."""
+def tidy(start_folder: Path) -> None:
+    """Remove everything but the inputs that caused failures."""
     for name in ("corpus", "made", "place", "home"):
-        shutil.rmtree(place / name, ignore_errors=True)
+        shutil.rmtree(start_folder / name, ignore_errors=True)

@@ -1,7 +1,7 @@
 """`python -m chaos.fuzz_one TARGET FOLDER SECONDS SEED`: one reader under Atheris, in a process with limits.
 
-Whatever a reader does that it must not do is kept in FOLDER/failures.jsonl, beside the input that did it; how many
-inputs were tried, in FOLDER/tried.
+Failures are written to FOLDER/failures.jsonl, beside the inputs that caused them; the number of inputs tried, to
+FOLDER/tried.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ ADDRESSES = 4 << 30  # bytes of address space above it, which hold guard pages a
 SECONDS = 20  # that an input may take
 LONGEST = 1 << 17  # bytes of an input
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-CHANGES = {  # by event: where the changed path stands, and the number of the folder that a relative one belongs to
+CHANGES = {  # by event: the arguments with the changed path and with the folder of a relative one
     "os.remove": ((0, 1),),
     "os.rmdir": ((0, 1),),
     "os.mkdir": ((0, 2),),
@@ -36,11 +36,11 @@ PROGRAMS = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Po
 
 
 class Forbidden(BaseException):
-    """No reader may catch it."""
+    """Raised by the audit hook; no reader may catch it."""
 
 
 class Watch:
-    """Looks at what Python does on behalf of an input: writes elsewhere and programs are refused and noted."""
+    """An audit hook: writes outside the folder and started programs are refused and recorded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.on, self.seen = os.path.realpath(folder), False, ""
@@ -71,7 +71,7 @@ class Watch:
 
 
 def harmless(event: str, words: tuple[Any, ...]) -> bool:
-    """Pictures are decoded by worker processes of ours, which are this Python and are talked to by local sockets."""
+    """Pictures are decoded by our own worker processes: this Python, reached by local sockets."""
     if event == "socket.connect":
         return isinstance(words[1], str | bytes)
     return sys.executable in (os.fsdecode(word) for word in words[:1] if isinstance(word, str | bytes))
@@ -142,7 +142,7 @@ def where(error: BaseException) -> str:
 
 
 def limit() -> int:
-    """Bounds the address space, and answers with the megabytes that may be resident."""
+    """Limit the address space; return the megabytes that may be resident."""
     pages, resident = map(int, Path("/proc/self/statm").read_text().split()[:2])
     most = pages * resource.getpagesize() + ADDRESSES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -170,7 +170,7 @@ def main(name: str, folder: Path, seconds: int, seed: int) -> None:
     def one(data: bytes) -> None:
         nonlocal noted
         trial.one(data)
-        if time.monotonic() - noted > 0.2:  # now and then: the process may end at any input
+        if time.monotonic() - noted > 0.2:  # regularly: the process may end at any input
             (folder / "tried").write_text(f"{trial.tried} {trial.taken}")
             noted = time.monotonic()
 

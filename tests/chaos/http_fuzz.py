@@ -1,27 +1,31 @@
-"""Raw HTTP, right and wrong, at a real server: requests of a grammar, then cut, spoilt, split and left early.
+"""Raw HTTP, valid and invalid, sent to a real server: generated requests, then cut, damaged, split and abandoned.
 
-The server may refuse anything with a status of 4xx. It may not answer 5xx, fall silent, log a traceback, grow, or send
-what is no HTTP.
+The server may refuse anything with a status of 4xx. It may not answer 5xx, stop answering, log a traceback, grow, or
+send what is not HTTP.
 """
 
 import asyncio
 import contextlib
 import random
 import re
-import tempfile
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from chaos.clients import HOST, SMALL, health
 from chaos.rows import Row
-from chaos.watch import held
+from chaos.watch import held  # also makes `servers` importable
+
+if TYPE_CHECKING:
+    from servers import Running
 
 REQUESTS = 100_000
 WORKERS = 48
 HEALTH = 2.0  # seconds for a health check
-PAUSE = 0.1  # seconds for an answer to a spoilt request: the server may well be waiting for the rest of it
+SLOW = "a health check took"
+PAUSE = 0.1  # seconds for an answer to a damaged request: the server may be waiting for the rest of it
 GROWTH = 64.0  # megabytes from a quarter of the way to the end
 ANSWER = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]*\r\n((?:[A-Za-z0-9-]+: [^\r\n]*\r\n)+)\r\n")
 FORM = b'--x\r\nContent-Disposition: form-data; name="image"; filename="%s"\r\n\r\n%s\r\n'
@@ -60,6 +64,8 @@ BYTES = [
     b"\xff" * 9,
 ]
 
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+
 
 @dataclass
 class Found:
@@ -67,16 +73,16 @@ class Found:
     statuses: Counter[int] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
-    def fail(self, sentence: str) -> None:
+    def fail(self, message: str) -> None:
         if len(self.failures) < 20:
-            self.failures.append(sentence)
+            self.failures.append(message)
 
 
 # ---- the grammar
 
 
 def good(rng: random.Random) -> tuple[bytes, int]:
-    """A request that is right, and the status it must get."""
+    """A valid request, and the status it must get."""
     if rng.random() < 0.9:
         return b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % rng.choice(GETS).encode(), 200
     path, count = rng.choice([("/v1/predict?top_k=2", rng.randint(1, 3))] * 9 + [("/v1/explain", 1)])
@@ -100,7 +106,7 @@ def chunked(rng: random.Random, body: bytes) -> bytes:
 
 
 def odd(rng: random.Random) -> bytes:
-    """A request that is HTTP, more or less, and not one we hope for."""
+    """An unusual request, valid HTTP or nearly."""
     version = rng.choice(["1.1", "1.1", "1.1", "1.0", "2.0", "9"])
     lines = [f"{rng.choice(METHODS)} {rng.choice(GETS + ODD)} HTTP/{version}".encode()]
     lines += [b"Host: localhost"] * rng.choice([1, 1, 1, 0, 2])
@@ -108,7 +114,7 @@ def odd(rng: random.Random) -> bytes:
     return b"\r\n".join([*lines, b"", b""]) + rng.choice([b"", b"0\r\n\r\n", b"x" * 10, SMALL])
 
 
-def spoil(rng: random.Random, data: bytes) -> bytes:
+def damage(rng: random.Random, data: bytes) -> bytes:
     """Bytes changed, cut, doubled, inserted, or a header more."""
     for _ in range(rng.choice([1, 1, 2, 4])):
         start = rng.randrange(len(data) + 1)
@@ -131,13 +137,13 @@ async def worker(port: int, rng: random.Random, total: int, found: Found) -> Non
         except OSError as error:
             found.fail(f"no connection: {error!r}")
             return
-        with contextlib.suppress(OSError):  # a server that hangs up on a spoilt request is right
-            await (polite if rng.random() < 0.4 else rude)(reader, writer, rng, found)
+        with contextlib.suppress(OSError):  # the server may disconnect after a damaged request
+            await (send_valid if rng.random() < 0.4 else send_damaged)(reader, writer, rng, found)
         writer.transport.abort()
 
 
-async def polite(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random, found: Found) -> None:
-    """Right requests on one connection, one by one or two at once; each must get its status."""
+async def send_valid(reader: Reader, writer: Writer, rng: random.Random, found: Found) -> None:
+    """Valid requests on one connection, one by one or two at once; each must get its status."""
     for _ in range(rng.randint(1, 5)):
         asked = [good(rng) for _ in range(2 if rng.random() < 0.05 else 1)]
         found.sent += len(asked)
@@ -154,7 +160,7 @@ async def polite(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng
                 return
 
 
-async def answer(reader: asyncio.StreamReader) -> int:
+async def answer(reader: Reader) -> int:
     head = await reader.readuntil(b"\r\n\r\n")
     parsed = ANSWER.fullmatch(head)
     if parsed is None:
@@ -166,9 +172,9 @@ async def answer(reader: asyncio.StreamReader) -> int:
     return int(parsed[1])
 
 
-async def rude(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random, found: Found) -> None:
-    """A request that is odd or spoilt, perhaps with a right one behind it; perhaps nobody waits for the answer."""
-    data = odd(rng) if rng.random() < 0.4 else spoil(rng, good(rng)[0] if rng.random() < 0.8 else odd(rng))
+async def send_damaged(reader: Reader, writer: Writer, rng: random.Random, found: Found) -> None:
+    """An unusual or damaged request, perhaps with a valid one after it; sometimes the answer is not awaited."""
+    data = odd(rng) if rng.random() < 0.4 else damage(rng, good(rng)[0] if rng.random() < 0.8 else odd(rng))
     found.sent += 1
     if rng.random() < 0.1:
         data, found.sent = data + good(rng)[0], found.sent + 1
@@ -193,7 +199,7 @@ async def rude(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: 
         found.fail(f"{data[:300]!r} got {first[:200]!r}")
 
 
-async def write(writer: asyncio.StreamWriter, data: bytes, rng: random.Random) -> None:
+async def write(writer: Writer, data: bytes, rng: random.Random) -> None:
     """At once, or in a few pieces."""
     cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.choice([0, 0, 0, 1, 3])))
     for start, stop in zip([0, *cuts], [*cuts, len(data)], strict=True):
@@ -221,21 +227,22 @@ async def fuzz(port: int, pid: int, total: int, seed: int, found: Found) -> tupl
     return early, held(pid).megabytes, slowest
 
 
-def run(scale: float = 1.0, seed: int = 0) -> Row:
-    from servers import save, server  # found by way of chaos.watch
+def run(scale: float = 1.0, seed: int = 0, running: "Running | None" = None) -> Row:
+    """Send the requests to a server of its own, or to one that runs already."""
+    from servers import small_server
 
     total, found = max(200, int(scale * REQUESTS)), Found()
-    with tempfile.TemporaryDirectory() as spare, server(save(Path(spare) / "small")) as live:
+    with nullcontext(running) if running else small_server() as live:
         start = time.monotonic()
         early, late, slowest = asyncio.run(fuzz(live.port, live.process.pid, total, seed, found))
         seconds = time.monotonic() - start
-        log, code = "".join(live.said), live.process.poll()
+        log, code = "".join(live.lines), live.process.poll()
     if "Traceback" in log:
         found.fail("a traceback in the log: " + log[log.index("Traceback") :][:1500])
     if code is not None:
         found.fail(f"the server ended with {code}")
     if slowest > HEALTH:
-        found.fail(f"a health check took {slowest:.1f} s")
+        found.fail(f"{SLOW} {slowest:.1f} s")
     if late - early > GROWTH:
         found.fail(f"the server grew from {early:.0f} to {late:.0f} MB")
     statuses = ", ".join(f"{status or 'none'}: {number}" for status, number in sorted(found.statuses.items()))

@@ -1,4 +1,4 @@
-"""Damaged and hostile variants of a file: of its bytes, and of its content, so that the outer checks still pass."""
+"""Damaged and hostile variants of a file: of its bytes, and of what they mean, so that the outer checks still pass."""
 
 import hashlib
 import io
@@ -41,37 +41,37 @@ def scramble(data: bytes, draw: Random) -> bytes:
     """A few bytes flipped, set, cut out, doubled or put in."""
     out = bytearray(data or b"\0")
     for _ in range(draw.choice((1, 1, 2, 4, 8))):
-        place = draw.randrange(len(out) + 1)
-        end = min(len(out), place + draw.choice((1, 1, 2, 4, 8, 64, 512)))
+        at = draw.randrange(len(out) + 1)
+        end = min(len(out), at + draw.choice((1, 1, 2, 4, 8, 64, 512)))
         what = draw.randrange(6)
-        if what == 0 and place < len(out):
-            out[place] ^= 1 << draw.randrange(8)
+        if what == 0 and at < len(out):
+            out[at] ^= 1 << draw.randrange(8)
         elif what == 1:
-            out[place:end] = draw.randbytes(end - place)
+            out[at:end] = draw.randbytes(end - at)
         elif what == 2:
-            del out[place:end]
+            del out[at:end]
         elif what == 3:
-            out[place:place] = out[place:end]
+            out[at:at] = out[at:end]
         elif what == 4:
             width = draw.choice((1, 2, 4, 8))
             number = draw.choice(NUMBERS) % 256**width
-            out[place : place + width] = number.to_bytes(width, draw.choice(("little", "big")))
+            out[at : at + width] = number.to_bytes(width, draw.choice(("little", "big")))
         else:
-            del out[place:]
+            del out[at:]
         out = out or bytearray(b"\0")
     return bytes(out)
 
 
 def picture(data: bytes, draw: Random) -> bytes:
-    """The bytes; of a PNG, with the checksums made right again, which would hide everything behind them."""
+    """The bytes; of a PNG, with valid checksums, or nothing behind them would be reached."""
     changed = bytearray(scramble(data, draw))
-    place = 8
-    while changed[:4] == b"\x89PNG" and place + 12 <= len(changed):
-        end = place + 8 + int.from_bytes(changed[place : place + 4], "big")
+    at = 8
+    while changed[:4] == b"\x89PNG" and at + 12 <= len(changed):
+        end = at + 8 + int.from_bytes(changed[at : at + 4], "big")
         if end + 4 > len(changed):
             break
-        changed[end : end + 4] = zlib.crc32(changed[place + 4 : end]).to_bytes(4, "big")
-        place = end + 4
+        changed[end : end + 4] = zlib.crc32(changed[at + 4 : end]).to_bytes(4, "big")
+        at = end + 4
     return bytes(changed)
 
 
@@ -81,19 +81,19 @@ def picture(data: bytes, draw: Random) -> bytes:
 def json_text(data: bytes, draw: Random) -> bytes:
     """JSON with some of its values replaced, removed, moved or nested; a line of JSON lines, if it is such."""
     lines = data.split(b"\n")
-    place = draw.randrange(len(lines))
+    at = draw.randrange(len(lines))
     try:
-        value = json.loads(data if (alone := _is_json(data)) else lines[place])
+        value = json.loads(data if (alone := _is_json(data)) else lines[at])
     except (ValueError, RecursionError):
         return scramble(data, draw)
     for _ in range(draw.choice((1, 1, 2, 4))):
         value = change(value, draw)
     text = json.dumps(value).encode()
-    return text if alone else b"\n".join([*lines[:place], text, *lines[place + 1 :]])
+    return text if alone else b"\n".join([*lines[:at], text, *lines[at + 1 :]])
 
 
 def sealed(data: bytes, draw: Random) -> bytes:
-    """JSON that holds its own digest, which is made right again: whoever changes a file can do that too."""
+    """JSON with its own digest, which is recomputed: an attacker can do that too."""
     text = json_text(data, draw)
     try:
         value = json.loads(text)
@@ -115,17 +115,17 @@ def _is_json(data: bytes) -> bool:
 
 
 def change(value: Any, draw: Random) -> Any:
-    """One node of it changed, whichever."""
+    """One node of it changed, at random."""
     if isinstance(value, dict) and value and draw.random() < 0.9:
         key = draw.choice(list(value))
         if draw.random() < 0.15:
             return {k: v for k, v in value.items() if k != key}
         return {**value, key: change(value[key], draw)}
     if isinstance(value, list) and value and draw.random() < 0.9:
-        place = draw.randrange(len(value))
+        at = draw.randrange(len(value))
         if draw.random() < 0.15:
-            return value * 2 if draw.random() < 0.5 else value[:place]
-        return [*value[:place], change(value[place], draw), *value[place + 1 :]]
+            return value * 2 if draw.random() < 0.5 else value[:at]
+        return [*value[:at], change(value[at], draw), *value[at + 1 :]]
     if type(value) is int and draw.random() < 0.5:
         return draw.choice((value + 1, value - 1, -value, value * 2, value * 1000, value + 0.5, str(value)))
     if draw.random() < 0.03:
@@ -137,7 +137,7 @@ def change(value: Any, draw: Random) -> Any:
 
 
 def safetensors(data: bytes, draw: Random) -> bytes:
-    """The header as JSON, with its length corrected."""
+    """The header as JSON, with its length recomputed."""
     length = int.from_bytes(data[:8], "little")
     if draw.random() < 0.2 or length > len(data) - 8:
         return scramble(data, draw)
@@ -146,7 +146,7 @@ def safetensors(data: bytes, draw: Random) -> bytes:
 
 
 def zipped(data: bytes, draw: Random) -> bytes:
-    """A member's content or name, with correct checksums; compressed, now and then."""
+    """A member's content or name, with checksums recomputed; sometimes compressed."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = [(info.filename, archive.read(info)) for info in archive.infolist()]
@@ -154,14 +154,14 @@ def zipped(data: bytes, draw: Random) -> bytes:
         return scramble(data, draw)
     if draw.random() < 0.2 or not members:
         return scramble(data, draw)
-    # an array's header and a pickle are at the front: most changes go there
-    place = draw.randrange(len(members))
-    name, content = members[place]
+    # an array's header and a pickle come first: most changes go there
+    at = draw.randrange(len(members))
+    name, content = members[at]
     front = min(len(content), draw.choice((128, len(content))))
     content = scramble(content[:front], draw) + content[front:]
     if draw.random() < 0.1:
         name = draw.choice(("../../outside", "x.npy", name + "/", draw.choice(members)[0], ""))
-    members[place] = name, content
+    members[at] = name, content
     target = io.BytesIO()
     kind = zipfile.ZIP_DEFLATED if draw.random() < 0.1 else zipfile.ZIP_STORED
     with zipfile.ZipFile(target, "w", kind) as archive:
@@ -174,17 +174,15 @@ FIELDS = ((0, 100), (100, 8), (124, 12), (136, 12), (156, 1), (157, 100), (257, 
 
 
 def tarred(data: bytes, draw: Random) -> bytes:
-    """A field of a member's header, with the checksum made right again; or a label."""
+    """A field of a member's header, with the checksum recomputed; or a label."""
     out = bytearray(data)
     if draw.random() < 0.2 or len(out) < 1024:
         return scramble(data, draw)
-    heads, place = [], 0
-    while place + 512 <= len(out) and out[place]:
-        heads.append(place)
-        size = bytes(out[place + 124 : place + 136]).strip(b"\0 ")
-        place += 512 + (
-            -(-int(size, 8) // 512) * 512 if size.isdigit() and b"8" not in size and b"9" not in size else 0
-        )
+    heads, at = [], 0
+    while at + 512 <= len(out) and out[at]:
+        heads.append(at)
+        size = bytes(out[at + 124 : at + 136]).strip(b"\0 ")
+        at += 512 + (-(-int(size, 8) // 512) * 512 if size.isdigit() and b"8" not in size and b"9" not in size else 0)
     head = draw.choice(heads or [0])
     if draw.random() < 0.3:
         out[head + 512 : head + 520] = draw.choice((b"-1", b"9" * 8, b"\xff\0", b"", b"10000000", b"1 ", b"a/b")).ljust(
@@ -211,7 +209,7 @@ def tarred(data: bytes, draw: Random) -> bytes:
 
 
 def parquet(data: bytes, draw: Random) -> bytes:
-    """The footer, with its length made right again."""
+    """The footer, with its length recomputed."""
     length = int.from_bytes(data[-8:-4], "little")
     if draw.random() < 0.3 or not 0 < length < len(data) - 12:
         return scramble(data, draw)

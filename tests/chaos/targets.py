@@ -1,6 +1,6 @@
 """What is fuzzed: each reader of files, valid files to begin with, and how they are changed.
 
-A reader may refuse (`UserError`, `BrokenImage`) or take what it is given; anything else is a failure.
+A reader may refuse its input (`UserError`, `BrokenImage`) or accept it; anything else is a failure.
 """
 
 import atexit
@@ -30,8 +30,8 @@ from vitlab.data.images import BrokenImage, decode
 from vitlab.data.parquet import splits as parquet_splits
 from vitlab.errors import UserError
 from vitlab.report.history import read_history
-from vitlab.training.checkpoint import find_checkpoint, last_checkpoint
-from vitlab.training.setup import stored_recipe
+from vitlab.training import checkpoint
+from vitlab.training.setup import last, stored_recipe
 
 REFUSED = (UserError, BrokenImage)
 Read = Callable[[bytes], None]
@@ -96,7 +96,9 @@ def converted(folder: Path, name: str, to: str, width: int = 8, gelu: str = "exa
 
 def safetensors_seeds(folder: Path) -> list[bytes]:
     ours = tiny(folder / "ours") / "model.safetensors"
-    alone = converted(folder, "timm.safetensors", "timm", width=64)  # heads are 64 wide by default
+    alone = converted(
+        folder, "timm.safetensors", "timm", width=64
+    )  # the format has no number of heads; they are 64 wide
     return [path.read_bytes() for path in (ours, alone)]
 
 
@@ -135,23 +137,23 @@ def weights_reader(name: str) -> Callable[[Path], Read]:
 
 
 def config_seeds(folder: Path) -> list[bytes]:
-    places = (tiny(folder / "ours"), converted(folder, "hf", "huggingface"), converted(folder, "timm", "timm"))
-    return [(place / "config.json").read_bytes() for place in places]
+    folders = (tiny(folder / "ours"), converted(folder, "hf", "huggingface"), converted(folder, "timm", "timm"))
+    return [(one / "config.json").read_bytes() for one in folders]
 
 
 def config_reader(folder: Path) -> Read:
     """The same config beside three formats' weights."""
-    places = (tiny(folder / "ours"), converted(folder, "hf", "huggingface"), converted(folder, "timm", "timm"))
+    folders = (tiny(folder / "ours"), converted(folder, "hf", "huggingface"), converted(folder, "timm", "timm"))
 
     def read(data: bytes) -> None:
         refused = []
-        for place in places:
-            (place / "config.json").write_bytes(data)
+        for one in folders:
+            (one / "config.json").write_bytes(data)
             try:
-                vitlab.load(place)
+                vitlab.load(one)
             except REFUSED as error:
                 refused.append(error)
-        if len(refused) == len(places):
+        if len(refused) == len(folders):
             raise refused[0]
 
     return read
@@ -189,7 +191,7 @@ def run_reader(name: str) -> Callable[[Path], Read]:
         def read(data: bytes) -> None:
             (run / name).write_bytes(data)
             stored_recipe(run)
-            find_checkpoint(last_checkpoint(run))
+            checkpoint.find(last(run))
             read_history(run)
 
         return read
@@ -217,7 +219,7 @@ def tar_seeds(_: Path) -> list[bytes]:
 
 @contextmanager
 def emptied() -> Iterator[None]:
-    """What readers keep for the next time would pile up."""
+    """Empty the readers' cache afterwards."""
     try:
         yield
     finally:
@@ -280,7 +282,7 @@ def parquet_reader(folder: Path) -> Read:
 
 
 def flat_reader(folder: Path) -> Read:
-    """What the reader above has done by a process for each file, here in this one: faster, and coverage is seen."""
+    """The same as parquet_reader without its process for each file: faster, and with coverage."""
     from vitlab.data.parquet_reader import Flat
 
     def read(data: bytes) -> None:
@@ -288,7 +290,7 @@ def flat_reader(folder: Path) -> Read:
         path.write_bytes(data)
         try:
             Flat(str(path), str(folder / "copy")).write()
-        except Exception as error:  # of which that process makes an answer
+        except Exception as error:  # which that process reports as an error
             raise UserError(str(error)) from None
 
     return read

@@ -1,6 +1,6 @@
 """The batcher alone, in process: images a second through it and one by one.
 
-python tests/serving/batcher_speed.py [MODEL] [SECONDS]       B/16 for 10 s each, unless told
+python tests/serving/batcher_speed.py [MODEL] [SECONDS]       B/16 for 10 s each, by default
 """
 
 import sys
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import vitlab
 from vitlab.predict import Classifier
-from vitlab.serving.batcher import Batcher, Full
+from vitlab.serving.batcher import Batcher, QueueFull
 
 PICTURES = 64
 
@@ -39,13 +39,13 @@ def alone(classifier: Classifier, pictures: Tensor, seconds: float) -> float:
 
 
 def batched(classifier: Classifier, pictures: Tensor, seconds: float, max_batch: int) -> float:
-    """As many callers as the queue has seats, each asking again when it is answered."""
+    """As many callers as the queue has places, each of which submits again after its answer."""
     sizes, ends = [0], [time.perf_counter()]
     batcher: Batcher[Tensor, Tensor] = Batcher(
         lambda items: list(classifier.probabilities(torch.stack(list(items)))),
         max_batch=max_batch,
         queue=4 * max_batch,
-        watch=lambda size, _: (sizes.append(size), ends.append(time.perf_counter()))[0],
+        on_batch=lambda size, _: (sizes.append(size), ends.append(time.perf_counter()))[0],
     )
     waiting: deque[Future[Tensor]] = deque()
     asked = 0
@@ -53,7 +53,7 @@ def batched(classifier: Classifier, pictures: Tensor, seconds: float, max_batch:
         try:
             waiting.append(batcher.submit(pictures[asked % PICTURES]))
             asked += 1
-        except Full:
+        except QueueFull:
             waiting.popleft().result()
     for future in waiting:
         future.cancel()

@@ -18,8 +18,8 @@ def create(classifier: Classifier) -> FastAPI:
 
     def answer(body: bytes) -> list[dict[str, object]]:
         pixels = classifier.pixels(Image.open(io.BytesIO(body)).convert("RGB"))
-        shares, places = classifier.probabilities(pixels[None])[0].topk(5)
-        pairs = zip(shares.tolist(), places.tolist(), strict=True)
+        probabilities, indices = classifier.probabilities(pixels[None])[0].topk(5)
+        pairs = zip(probabilities.tolist(), indices.tolist(), strict=True)
         return [{"index": i, "name": classifier.labels[i], "probability": p} for p, i in pairs]
 
     @app.post("/v1/predict")

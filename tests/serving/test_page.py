@@ -1,4 +1,4 @@
-"""The page in a real browser with the real server: a picture goes in, and what is shown is what the model says."""
+"""The page in a real browser with the real server: it shows for a picture what the model predicts."""
 
 import base64
 import json
@@ -25,15 +25,15 @@ DROP = """([text, name]) => {
 
 
 class Visit:
-    """A page that notes what a browser complains about and whom it asks."""
+    """A page, with the browser's errors and the URLs it requested."""
 
     def __init__(self, page: "sync_api.Page") -> None:
         self.page = page
-        self.complaints: list[str] = []
-        self.asked: list[str] = []
-        page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("request", lambda request: self.asked.append(request.url))
+        self.errors: list[str] = []
+        self.requested: list[str] = []
+        page.on("console", lambda m: self.errors.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", lambda request: self.requested.append(request.url))
 
     def open(self, url: str) -> None:
         self.page.goto(url)
@@ -52,7 +52,7 @@ class Visit:
         self.page.fill(f"#{name}", str(value))
 
     def pixels(self) -> str:
-        """The picture with what lies over it, as a PNG in base64."""
+        """The picture with its overlay, as a PNG in base64."""
         return str(self.page.evaluate("document.getElementById('overlay').toDataURL()"))
 
 
@@ -82,8 +82,8 @@ def visit(browser: "sync_api.Browser", live: Running) -> Iterator[Visit]:
     visit.open(live.url)
     yield visit
     page.close()
-    assert visit.complaints == []
-    assert all(url.startswith(live.url) for url in visit.asked), visit.asked
+    assert visit.errors == []
+    assert all(url.startswith(live.url) for url in visit.requested), visit.requested
 
 
 def test_a_dropped_picture_gets_the_answer_of_the_command_line(visit: Visit, run: Path, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_dropped_picture_gets_the_answer_of_the_command_line(visit: Visit, run
     assert shown[0] == name
 
 
-def test_sliders_change_what_lies_over_the_picture(visit: Visit) -> None:
+def test_sliders_change_the_overlay(visit: Visit) -> None:
     visit.drop(encoded(photo(1)))
     visit.answered()
     page = visit.page
@@ -126,7 +126,7 @@ def test_sliders_change_what_lies_over_the_picture(visit: Visit) -> None:
     assert visit.pixels() == bare  # the picture alone, whatever the layer
 
 
-def test_the_walk_is_made_of_this_picture(visit: Visit) -> None:
+def test_the_five_steps_are_of_this_picture(visit: Visit) -> None:
     visit.drop(encoded(photo(1)))
     visit.answered()
     titles = visit.page.eval_on_selector_all("#steps h3", "all => all.map((one) => one.textContent)")
@@ -160,7 +160,7 @@ def test_everything_works_from_the_keyboard(visit: Visit) -> None:
     assert page.evaluate("document.activeElement.id") == "head"
 
 
-def test_it_is_told_to_those_who_do_not_see_it(visit: Visit) -> None:
+def test_screen_readers_get_the_result(visit: Visit) -> None:
     visit.drop(encoded(photo(1)))
     name, _ = visit.answered()
     page = visit.page
@@ -188,16 +188,16 @@ def test_it_fits_every_width_in_light_and_dark(
     light = page.evaluate("getComputedStyle(document.body).backgroundColor").removeprefix("rgb(").rstrip(")").split(",")
     assert (sum(map(int, light)) > 380) == (scheme == "light")
     page.close()
-    assert visit.complaints == []
+    assert visit.errors == []
 
 
-def test_a_broken_picture_is_explained_and_the_next_one_shown(browser: "sync_api.Browser", live: Running) -> None:
+def test_a_broken_picture_is_reported_and_the_next_one_shown(browser: "sync_api.Browser", live: Running) -> None:
     page = browser.new_page()
     visit = Visit(page)
     visit.open(live.url)
     visit.drop(b"not a picture", "cat.png")
     page.wait_for_selector("#error:not([hidden])")
-    assert "'cat.png' is not a picture" in page.inner_text("[role=alert]")
+    assert "'cat.png' is not an image" in page.inner_text("[role=alert]")
     visit.drop(encoded(photo(1)))
     visit.answered()
     assert page.is_hidden("#error")
@@ -210,7 +210,7 @@ def test_a_server_with_a_token_asks_for_it_once(browser: "sync_api.Browser", run
         visit = Visit(page)
         page.goto(live.url)
         page.wait_for_selector("#token:not([hidden])")
-        assert visit.complaints == []  # it does not try without
+        assert visit.errors == []  # no request without it
         for word, then in (("wrong", "#error:not([hidden])"), ("open sesame", "#model:has-text('parameters')")):
             page.fill("#token-value", word)
             page.keyboard.press("Enter")

@@ -1,4 +1,4 @@
-"""The server does what its OpenAPI says, whatever schemathesis sends; and nothing it sends is a server's error."""
+"""The server conforms to its OpenAPI description, whatever schemathesis sends; nothing is answered with 5xx."""
 
 from collections.abc import Iterator
 
@@ -34,14 +34,14 @@ PICTURES = [encoded(photo(seed), kind) for seed, kind in enumerate(["PNG", "JPEG
 
 
 @st.composite
-def spoilt(draw: st.DrawFn) -> bytes:
-    """A picture of which a piece is missing or other."""
+def damaged(draw: st.DrawFn) -> bytes:
+    """A picture of which a piece is missing or replaced."""
     data = draw(st.sampled_from(PICTURES))
     start = draw(st.integers(0, len(data)))
     return data[:start] + draw(st.binary(max_size=20)) + data[start + draw(st.integers(0, 40)) :]
 
 
-BODIES = st.one_of(st.sampled_from(PICTURES), spoilt(), st.binary(max_size=300))
+BODIES = st.one_of(st.sampled_from(PICTURES), damaged(), st.binary(max_size=300))
 schemathesis.openapi.media_type("image/*", BODIES)
 schemathesis.openapi.format("binary", BODIES)
 ROUTES = [
@@ -54,9 +54,9 @@ ROUTES = [
 
 
 class Lasting(Service):
-    """Each call of schemathesis starts and ends the app; the model stays."""
+    """Each call of schemathesis starts and ends the app; the model is kept."""
 
-    async def warm(self) -> None:
+    async def warm_up(self) -> None:
         pass
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BaseSchema]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "verb"), ROUTES)
 @pytest.mark.parametrize("mode", GenerationMode)
-def test_the_api_holds(api: BaseSchema, path: str, verb: str, mode: GenerationMode) -> None:
+def test_the_api_conforms(api: BaseSchema, path: str, verb: str, mode: GenerationMode) -> None:
     answered: set[int] = set()
 
     @given(case=api[path][verb].as_strategy(generation_mode=mode))
@@ -95,6 +95,6 @@ def test_the_api_holds(api: BaseSchema, path: str, verb: str, mode: GenerationMo
         assert 422 in answered
 
 
-def test_the_routes_are_all_of_them(api: BaseSchema) -> None:
+def test_all_routes_are_described(api: BaseSchema) -> None:
     found = {(operation.ok().path, operation.ok().method.upper()) for operation in api.get_all_operations()}
     assert found == set(ROUTES)

@@ -1,4 +1,4 @@
-"""`vitlab serve` as a user meets it: how it starts, what it says, how it ends."""
+"""`vitlab serve` as a user sees it: how it starts, what it prints, how it ends."""
 
 import resource
 import signal
@@ -21,16 +21,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("serve") / "small")
 
 
-def mistake(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """What is said to someone who types this; it must be one sentence."""
+def error_line(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that is printed for wrong options."""
     monkeypatch.setattr(sys, "argv", ["vitlab", "serve", *words])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
-    return said
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert printed.count("\n") == 1
+    return printed
 
 
 def test_a_port_in_use(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,37 +38,44 @@ def test_a_port_in_use(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        said = mistake([str(run), "--port", str(port)], monkeypatch, capsys)
-    assert f"cannot listen on 127.0.0.1 port {port}: it is in use; choose another with --port" in said
+        printed = error_line([str(run), "--port", str(port)], monkeypatch, capsys)
+    assert f"cannot listen on 127.0.0.1 port {port}: it is in use; choose another with --port" in printed
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "printed"),
     [
         (["nowhere"], "nowhere"),
         (["RUN", "--max-bytes", "lots"], "--max-bytes must be a positive number"),
         (["RUN", "--queue", "4"], "can never fit a queue of 4"),
         (["RUN", "--token", " "], "the token is empty"),
         (["RUN", "--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
-        (["RUN", "--host-name", "http://my.host"], "--host-name 'http://my.host' is no host's name"),
+        (["RUN", "--host-name", "http://my.host"], "--host-name 'http://my.host' is not a host name"),
     ],
 )
-def test_mistakes_are_one_sentence(
-    run: Path, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_mistakes_are_one_line(
+    run: Path, words: list[str], printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--port", "0", *[str(run) if word == "RUN" else word for word in words]]
-    assert said in mistake(words, monkeypatch, capsys)
+    assert printed in error_line(words, monkeypatch, capsys)
 
 
-def test_an_empty_token_in_the_environment_is_not_taken_for_none(
+def test_an_empty_token_in_the_environment_is_an_error(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VITLAB_TOKEN", "")
-    assert "unset VITLAB_TOKEN" in mistake([str(run), "--port", "0"], monkeypatch, capsys)
+    assert "unset VITLAB_TOKEN" in error_line([str(run), "--port", "0"], monkeypatch, capsys)
+
+
+def metrics(port: int) -> str:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as wire:
+        wire.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n")
+        wire.sendall(b"Connection: close\r\n\r\n")
+        return b"".join(iter(lambda: wire.recv(65536), b"")).decode()
 
 
 @pytest.mark.slow
-def test_sigterm_finishes_what_has_begun(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_finishes_requests_in_progress(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VITLAB_TOKEN", "secret")
     head = (
         "POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\n"
@@ -78,41 +85,42 @@ def test_sigterm_finishes_what_has_begun(run: Path, monkeypatch: pytest.MonkeyPa
         wire.sendall(b"GET /v1/model HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert answer(wire)[0] == 401
         wire.sendall(head.encode() + PNG[:50])
-        time.sleep(0.3)
+        while "vitlab_upload_bytes 50" not in metrics(live.port):  # the request has begun
+            time.sleep(0.05)
         live.process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
-        assert live.process.poll() is None  # it waits for us
+        assert live.process.poll() is None  # it waits for our request
         with pytest.raises(OSError):
             socket.create_connection(("127.0.0.1", live.port), timeout=5)
         wire.sendall(PNG[50:])
         assert answer(wire)[0] == 200
-        assert live.process.wait(10) == 0
-        said = "".join(live.said)
-        assert "stopped" in said
-        assert "Traceback" not in said
-        assert "secret" not in said
+        assert live.process.wait(60) == 0
+        printed = "".join(live.lines)
+        assert "stopped" in printed
+        assert "Traceback" not in printed
+        assert "secret" not in printed
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_in_order_too_and_openness_is_warned_of(run: Path) -> None:
+def test_ctrl_c_stops_it_too_and_a_public_address_is_warned_of(run: Path) -> None:
     with server(run, "--host", "0.0.0.0") as live:
         live.process.send_signal(signal.SIGINT)
-        assert live.process.wait(10) == 0
-        said = "".join(live.said)
-        assert "VITLAB_TOKEN=... asks for a token" in said
-        assert "Traceback" not in said
+        assert live.process.wait(60) == 0
+        printed = "".join(live.lines)
+        assert "VITLAB_TOKEN=... asks for a token" in printed
+        assert "Traceback" not in printed
 
 
-@pytest.mark.parametrize(("soft", "hard", "places"), [(256, 20_000, 1024), (256, 1280, 512), (64, 64, 16)])
-def test_the_limit_on_open_files_is_raised_or_the_table_is_smaller(soft: int, hard: int, places: int) -> None:
+@pytest.mark.parametrize(("soft", "hard", "expected"), [(256, 20_000, 1024), (256, 1280, 512), (64, 64, 16)])
+def test_the_limit_on_open_files_is_raised_or_there_are_fewer_connections(soft: int, hard: int, expected: int) -> None:
     code = (
-        "import resource; from vitlab.serving.server import room\n"
+        "import resource; from vitlab.serving.server import available_connections\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
-        "print(room(1024), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+        "print(available_connections(1024), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:
         pytest.skip(f"this process may not have {hard} files open")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     found, files = map(int, out.split())
-    assert found == places
+    assert found == expected
     assert found < files <= hard

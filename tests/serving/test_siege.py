@@ -1,4 +1,4 @@
-"""Good clients while hostile ones do their worst, all from one address: they are served, and in time.
+"""Good clients beside hostile ones, all from one address: the good ones are served in time.
 
 By itself, `python tests/serving/test_siege.py [SECONDS]` prints what it measured.
 """
@@ -6,16 +6,16 @@ By itself, `python tests/serving/test_siege.py [SECONDS]` prints what it measure
 import asyncio
 import contextlib
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for who runs this file by itself
+sys.path.insert(0, str(Path(__file__).parents[1]))  # to run this file by itself
 from chaos.clients import Load, besieged, health, press
-from servers import Running, encoded, photo, save, server
+from servers import Running, encoded, photo, shared_server, small_server
+from timing import assert_below, measure_until
 
 HOSTILE = {"silent": 512, "slow": 300, "tiny": 4}
 CLIENTS = 64
@@ -23,11 +23,11 @@ SECONDS = 20.0
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with server(save(tmp_path_factory.mktemp("siege") / "small")) as live:
-        yield live
-        assert live.process.poll() is None
-        assert "Traceback" not in "".join(live.said)
+def live() -> Iterator[Running]:
+    live = shared_server()
+    yield live
+    assert live.process.poll() is None
+    assert "Traceback" not in "".join(live.lines)
 
 
 def measure(live: Running, clients: int, seconds: float, hostile: dict[str, int]) -> tuple[Load, list[float]]:
@@ -53,38 +53,45 @@ def report(load: Load, checks: list[float]) -> str:
 
 
 def test_a_short_siege(live: Running) -> None:
-    load, checks = measure(live, 8, 3.0, {"silent": 60, "slow": 40, "tiny": 4, "dribble": 20})
-    assert load.errors == []
-    assert len(load.answers) > 50
-    assert max(checks) < 1.0
+    def slowest_check() -> float:
+        load, checks = measure(live, 8, 3.0, {"silent": 60, "slow": 40, "tiny": 4, "dribble": 20})
+        assert load.errors == []
+        assert len(load.answers) > 50
+        return max(checks)
+
+    assert_below(1.0, slowest_check)
 
 
-def measure_siege(live: Running, seconds: float) -> tuple[float, str]:
-    """p99 under siege by p99 in peace, and the words for it; any error fails."""
+def measure_siege(live: Running, seconds: float) -> tuple[float, float, str]:
+    """p99 under siege by p99 before it, the slowest health check, and a description; any error fails."""
     measure(live, CLIENTS, 2.0, {})
     quiet, quiet_checks = measure(live, CLIENTS, seconds, {})
     load, checks = measure(live, CLIENTS, seconds, HOSTILE)
     ratio = load.percentile(0.99) / quiet.percentile(0.99)
     words = f"quiet: {report(quiet, quiet_checks)}\nsiege: {report(load, checks)}\np99 {ratio:.2f} times"
     assert load.errors == quiet.errors == [], words + str(load.errors[:3])
-    assert max(checks) < 1.0, words
-    return ratio, words
+    return ratio, max(checks), words
 
 
 @pytest.mark.slow
 def test_a_siege(live: Running) -> None:
-    ratio, words = measure_siege(live, SECONDS)
-    print(words)
-    assert ratio < 3, words
+    def is_met(measured: tuple[float, float, str]) -> bool:
+        ratio, slowest, _ = measured
+        return ratio < 3 and slowest < 1.0
+
+    print(measure_until(is_met, lambda: measure_siege(live, SECONDS), lambda measured: measured[2])[2])
 
 
 @pytest.mark.slow
-def test_more_silent_readers_than_the_table_has_room_for(live: Running) -> None:
-    load, checks = measure(live, 8, 12.0, {"silent": 1500})
-    assert load.errors == [], report(load, checks)
-    assert max(checks) < 2.0
+def test_more_silent_clients_than_the_pool_has_room_for(live: Running) -> None:
+    def slowest_check() -> float:
+        load, checks = measure(live, 8, 12.0, {"silent": 1500})
+        assert load.errors == [], report(load, checks)
+        return max(checks)
+
+    assert_below(2.0, slowest_check)
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as spare, server(save(Path(spare) / "small")) as one:
-        print(measure_siege(one, float(sys.argv[1]) if len(sys.argv) > 1 else SECONDS)[1])
+    with small_server() as one:
+        print(measure_siege(one, float(sys.argv[1]) if len(sys.argv) > 1 else SECONDS)[2])

@@ -1,4 +1,4 @@
-"""The routes: predict, explain, what there is to know of the server, and the page."""
+"""The routes: predict, explain, the model, health, metrics, and the page."""
 
 import asyncio
 import contextlib
@@ -15,28 +15,30 @@ from starlette.exceptions import HTTPException
 
 from vitlab import __version__
 from vitlab.serving import schema
-from vitlab.serving.explain import facts
+from vitlab.serving.explain import model_info
 from vitlab.serving.hosts import Hosts
 from vitlab.serving.middleware import SecurityMiddleware
 from vitlab.serving.service import Service
 
-TopK = Annotated[int, Query(ge=1, le=1000, description="How many classes to name.")]
-ABOUT = "Classes and attention of pictures, by one Vision Transformer."
+TopK = Annotated[int, Query(ge=1, le=1000, description="How many classes to return.")]
+ABOUT = "Image classification and attention maps of one Vision Transformer."
 
 
 def create_app(service: Service, hosts: Hosts | None = None) -> FastAPI:
-    """The application; without `hosts` it answers to any name, which is for whoever embeds it to check."""
+    """The application; without `hosts` any Host header is accepted, and the program that embeds it has to check it."""
 
     @contextlib.asynccontextmanager
-    async def life(app: FastAPI) -> AsyncIterator[None]:
-        await service.warm()
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await service.warm_up()
         yield
         await asyncio.to_thread(service.close)
 
-    app = FastAPI(title="vitlab", version=__version__, description=ABOUT, lifespan=life, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="vitlab", version=__version__, description=ABOUT, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     app.add_middleware(SecurityMiddleware, metrics=service.metrics, token=service.settings.token, hosts=hosts)
-    app.add_exception_handler(HTTPException, tell_http)
-    app.add_exception_handler(RequestValidationError, tell_invalid)
+    app.add_exception_handler(HTTPException, http_error_response)
+    app.add_exception_handler(RequestValidationError, validation_error_response)
     add_model_routes(app, service)
     add_server_routes(app, service)
     add_pages(app)
@@ -54,49 +56,51 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         openapi_extra=schema.body(service.limits.max_images),
     )
     async def predict(request: Request, top_k: TopK = 5) -> Response:
-        found = await service.predict(request)
-        return fast_json({"images": [{"name": name, "classes": service.top(row, top_k)} for name, row in found]})
+        rows = await service.predict(request)
+        return fast_json({"images": [{"name": name, "classes": service.top_classes(row, top_k)} for name, row in rows]})
 
     @app.post(
         "/v1/explain",
         summary="Classes of one image, where the model looks, and the five steps",
-        response_description="Classes, the picture as the model saw it, and maps that lie over it.",
-        responses={200: {"model": schema.Explained}, **failures},
+        response_description="Classes, the picture as the model saw it, and maps of the same area.",
+        responses={200: {"model": schema.Explanation}, **failures},
         openapi_extra=schema.body(1),
     )
     async def explain(request: Request, top_k: TopK = 5) -> Response:
-        name, row, told = await service.explain(request)
-        return await asyncio.to_thread(fast_json, {"name": name, "classes": service.top(row, top_k), **told})
+        name, row, fields = await service.explain(request)
+        classes = service.top_classes(row, top_k)
+        return await asyncio.to_thread(fast_json, {"name": name, "classes": classes, **fields})
 
     @app.get(
         "/v1/model",
-        summary="The model in a few numbers",
+        summary="The model and its sizes",
         response_description="Its kind and sizes, and the server's limits.",
         responses=schema.errors(401, 421),
     )
-    async def model() -> schema.Facts:
+    async def model() -> schema.ModelInfo:
         limits = service.limits
-        told = facts(service.classifier, service.settings.name)
-        return schema.Facts(**told, max_bytes=limits.max_bytes, max_images=limits.max_images)
+        fields = model_info(service.classifier, service.settings.name)
+        return schema.ModelInfo(**fields, max_bytes=limits.max_bytes, max_images=limits.max_images)
 
 
 def add_server_routes(app: FastAPI, service: Service) -> None:
-    wants_token = service.settings.token is not None
-
     @app.get(
         "/healthz",
-        summary="Whether the model answers",
-        response_description="It does.",
+        summary="Whether the server is ready",
+        response_description="It is.",
         response_model=schema.Health,
         responses={503: {"model": schema.Health, "description": "The server is stopping."}},
     )
     async def healthz() -> Response:
-        well = service.batcher.alive and not service.draining
-        return JSONResponse({"status": "ok" if well else "stopping", "token": wants_token}, 200 if well else 503)
+        is_ready = service.batcher.is_open and not service.draining
+        needs_token = service.settings.token is not None
+        return JSONResponse(
+            {"status": "ok" if is_ready else "stopping", "token": needs_token}, 200 if is_ready else 503
+        )
 
     @app.get(
         "/metrics",
-        summary="Counters for Prometheus",
+        summary="Metrics for Prometheus",
         response_description="Requests, latencies, batches, images and the queue, as text.",
         response_class=PlainTextResponse,
         responses=schema.errors(401, 421),
@@ -106,7 +110,7 @@ def add_server_routes(app: FastAPI, service: Service) -> None:
 
 
 def add_pages(app: FastAPI) -> None:
-    """Files of the page, read once; there is no path to any other."""
+    """Serve the files of the page, read once; there is no path to any other file."""
     files = {file.name: file.read_bytes() for file in resources.files("vitlab.serving").joinpath("page").iterdir()}
 
     def file(name: str) -> Response:
@@ -129,23 +133,24 @@ def add_pages(app: FastAPI) -> None:
 
 
 def fast_json(value: Any) -> Response:
-    """Without a model of pydantic's in between, which would look at every number."""
+    """JSON without a pydantic model in between, which would validate every number."""
     return Response(json.dumps(value, separators=(",", ":"), allow_nan=False), media_type="application/json")
 
 
-# ---- errors in one shape
+# ---- errors in one format
 
 
-async def tell_http(request: Request, error: Exception) -> Response:
+async def http_error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    words = {
-        404: f"there is nothing at {request.url.path[:200]}; /docs lists what there is",
-        405: f"{request.method} does not go with {request.url.path[:200]}; /docs lists what does",
+    messages = {
+        404: f"there is nothing at {request.url.path[:200]}; /docs lists the routes",
+        405: f"{request.method} is not allowed for {request.url.path[:200]}; /docs lists the routes",
     }
-    return JSONResponse({"error": words.get(error.status_code, str(error.detail))}, error.status_code, error.headers)
+    message = messages.get(error.status_code, str(error.detail))
+    return JSONResponse({"error": message}, error.status_code, error.headers)
 
 
-async def tell_invalid(request: Request, error: Exception) -> Response:
+async def validation_error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     return JSONResponse({"error": f"{first['loc'][-1]}: {first['msg'][0].lower()}{first['msg'][1:]}"}, 422)

@@ -1,11 +1,11 @@
-"""Many callers, one model: what waits is answered together, by the one thread that owns the model.
+"""Many callers, one model: waiting items are run together, by the one thread that owns the model.
 
-A caller first reserves seats, then prepares its items (decoding a photo takes a while), then submits them and gets
-futures. Seats that are reserved but not yet filled are how the batcher knows that more is coming: with a short batch in
-hand it waits for those, and no longer than `max_wait`; when nothing is coming it starts at once. So a lone request pays
-nothing for the batching, and a busy moment fills batches.
+A caller first reserves places in the queue, then prepares its items (decoding a photo takes a while), then submits them
+and gets futures. Places that are reserved but not yet filled show the batcher that more items are coming: with a short
+batch at hand it waits for those, at most `max_wait`; when nothing is coming it starts at once. So a single request pays
+nothing for the batching, and under load batches are full.
 
-A future that is cancelled before its turn costs nothing. An exception in the model is the answer of its own batch.
+A future that is cancelled before its turn costs nothing. An exception in the model is the result of its batch alone.
 """
 
 import logging
@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from vitlab.errors import UserError
@@ -27,17 +26,17 @@ Answer = TypeVar("Answer")
 Result = TypeVar("Result")
 
 
-class Full(Exception):
-    """There is no seat left in the queue."""
+class QueueFull(Exception):
+    """There is no place left in the queue."""
 
 
-class Closed(Exception):
-    """The batcher takes no more work."""
+class BatcherClosed(Exception):
+    """The batcher accepts no more work."""
 
 
 @dataclass
-class Entry:
-    """Something that waits: an item for a batch, or a call that has the model to itself."""
+class QueueEntry:
+    """Something that waits: an item for a batch, or a call that runs on the model's thread by itself."""
 
     item: Any = None
     call: Callable[[], Any] | None = None
@@ -45,9 +44,9 @@ class Entry:
 
 
 class Batcher(Generic[Item, Answer]):
-    """Answers items in batches of up to `max_batch`, in the order they came; at most `queue` wait.
+    """Runs items in batches of up to `max_batch`, in the order they came; at most `queue` of them wait.
 
-    `run` takes the items of a batch and returns as many answers. `watch` is told the size and seconds of each batch.
+    `run` takes the items of a batch and returns as many answers. `on_batch` gets the size and seconds of each batch.
     """
 
     def __init__(
@@ -57,16 +56,18 @@ class Batcher(Generic[Item, Answer]):
         max_batch: int = 64,
         max_wait: float = 0.005,
         queue: int = 256,
-        watch: Callable[[int, float], None] = lambda size, seconds: None,
+        on_batch: Callable[[int, float], None] = lambda size, seconds: None,
     ) -> None:
         if max_batch < 1 or queue < 1 or max_wait < 0:
-            said = f"not {max_batch}, {queue} and {max_wait:g} s"
-            raise UserError(f"a batch and the queue hold at least one image and a wait is not negative, {said}")
-        self.run, self.max_batch, self.max_wait, self.queue, self.watch = run, max_batch, max_wait, queue, watch
-        self.waiting: deque[Entry] = deque()
-        self.reserved = 0  # seats without an item yet
-        self.closed = False  # to newcomers; those with a seat are still served
-        self.ended = False
+            raise UserError(
+                "a batch and the queue hold at least one image and the wait is not negative, "
+                f"not {max_batch}, {queue} and {max_wait:g} s"
+            )
+        self.run, self.max_batch, self.max_wait, self.queue, self.on_batch = run, max_batch, max_wait, queue, on_batch
+        self.waiting: deque[QueueEntry] = deque()
+        self.reserved = 0  # places without an item yet
+        self.closed = False  # for new work; reserved places may still be filled
+        self.finished = False
         self.changed = threading.Condition()
         self.worker = threading.Thread(target=self._work, name="model", daemon=True)
         self.worker.start()
@@ -74,24 +75,24 @@ class Batcher(Generic[Item, Answer]):
     # ---- for callers, from any thread
 
     def __len__(self) -> int:
-        """Seats taken."""
+        """Places in use."""
         return len(self.waiting) + self.reserved
 
-    def reserve(self, number: int) -> "Seats[Item, Answer]":
-        """Seats for `number` items: all or, as `Full`, none."""
+    def reserve(self, number: int) -> "Reservation[Item, Answer]":
+        """Reserve places for `number` items; QueueFull where not all of them are free."""
         with self.changed:
             self._check_room(number)
             self.reserved += number
-        return Seats(self, number)
+        return Reservation(self, number)
 
     def submit(self, item: Item) -> "Future[Answer]":
-        """One item that is ready already."""
-        with self.reserve(1) as seats:
-            return seats.submit([item])[0]
+        """Queue one item that is ready already."""
+        with self.reserve(1) as place:
+            return place.submit([item])[0]
 
     def call(self, function: Callable[[], Result]) -> "Future[Result]":
-        """Run something else on the model's thread, in its turn; it takes one seat."""
-        entry: Entry = Entry(call=function)
+        """Run something else on the model's thread, in its turn; it takes one place."""
+        entry = QueueEntry(call=function)
         with self.changed:
             self._check_room(1)
             self.waiting.append(entry)
@@ -99,13 +100,13 @@ class Batcher(Generic[Item, Answer]):
         return entry.future
 
     def close(self, seconds: float | None = None) -> bool:
-        """Take no more, finish what waits; False where it does not end in time, and what still waits is cancelled."""
+        """Accept no more and finish the queue; False if that takes too long, and what still waits is cancelled."""
         with self.changed:
             self.closed = True
             self.changed.notify()
         self.worker.join(seconds)
         with self.changed:
-            in_time, self.ended = self.ended, True
+            in_time, self.finished = self.finished, True
             left = list(self.waiting)
             self.waiting.clear()
             self.reserved = 0
@@ -114,26 +115,26 @@ class Batcher(Generic[Item, Answer]):
         return in_time
 
     @property
-    def alive(self) -> bool:
+    def is_open(self) -> bool:
         return self.worker.is_alive() and not self.closed
 
     def _check_room(self, number: int) -> None:
         if self.closed:
-            raise Closed
+            raise BatcherClosed
         if len(self) + number > self.queue:
-            raise Full
+            raise QueueFull
 
-    # ---- the worker's side
+    # ---- the worker's thread
 
     def _work(self) -> None:
-        while batch := self._take():
+        while batch := self._next_batch():
             batch = [entry for entry in batch if entry.future.set_running_or_notify_cancel()]
             if batch:
-                self._answer(batch)
-            del batch  # a picture is not kept until the next one comes
+                self._run_batch(batch)
+            del batch  # or images would stay in memory until the next batch
 
-    def _answer(self, batch: list[Entry]) -> None:
-        """Give every future its answer, or all of them the exception."""
+    def _run_batch(self, batch: list[QueueEntry]) -> None:
+        """Set every future's result, or the exception on all of them."""
         start, call = time.perf_counter(), batch[0].call
         try:
             answers = self.run([entry.item for entry in batch]) if call is None else [call()]
@@ -145,24 +146,23 @@ class Batcher(Generic[Item, Answer]):
                 entry.future.set_exception(error)
             return
         if call is None:
-            self.watch(len(batch), time.perf_counter() - start)
+            self.on_batch(len(batch), time.perf_counter() - start)
         for entry, answer in zip(batch, answers, strict=True):
             entry.future.set_result(answer)
 
-    def _take(self) -> list[Entry]:
-        """The next batch, or a call by itself; nothing when the batcher is closed and all is done."""
+    def _next_batch(self) -> list[QueueEntry]:
+        """Wait for the next batch, or a call by itself; empty when the batcher is closed and all is done."""
         with self.changed:
             while not self.waiting:
                 if self.closed and not self.reserved:
-                    self.ended = True
+                    self.finished = True
                     return []
                 self.changed.wait()
             self._wait_for_more()
-            if self.waiting[0].call is not None:
-                return [self.waiting.popleft()]
-            batch: list[Entry] = []
-            while self.waiting and self.waiting[0].call is None and len(batch) < self.max_batch:
-                batch.append(self.waiting.popleft())
+            batch = [self.waiting.popleft()]
+            if batch[0].call is None:
+                while self.waiting and self.waiting[0].call is None and len(batch) < self.max_batch:
+                    batch.append(self.waiting.popleft())
             return batch
 
     def _wait_for_more(self) -> None:
@@ -173,30 +173,30 @@ class Batcher(Generic[Item, Answer]):
                 return
 
 
-class Seats(Generic[Item, Answer]):
-    """Reserved places: fill them once with `submit`; leaving the `with` block gives back those that were not."""
+class Reservation(Generic[Item, Answer]):
+    """Reserved places in the queue: fill them with `submit`; the end of the `with` block releases those left over."""
 
     def __init__(self, batcher: Batcher[Item, Answer], number: int) -> None:
         self.batcher, self.left = batcher, number
 
     def submit(self, items: Sequence[Item]) -> "list[Future[Answer]]":
         if len(items) > self.left:
-            raise ValueError(f"{len(items)} items for {self.left} seats")
-        entries: list[Entry] = [Entry(item) for item in items]
-        self._leave(len(items), entries)
+            raise ValueError(f"{len(items)} items for {self.left} reserved places")
+        entries = [QueueEntry(item) for item in items]
+        self._release(len(items), entries)
         return [entry.future for entry in entries]
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._leave(self.left, [])
+    def __exit__(self, *_: object) -> None:
+        self._release(self.left, [])
 
-    def _leave(self, number: int, entries: list[Entry]) -> None:
+    def _release(self, number: int, entries: list[QueueEntry]) -> None:
         with self.batcher.changed:
-            if self.batcher.ended:
+            if self.batcher.finished:
                 if entries:
-                    raise Closed
+                    raise BatcherClosed
                 return
             self.left -= number
             self.batcher.reserved -= number

@@ -1,13 +1,12 @@
-"""One client's connection: HTTP/1.1 that reads only what somebody asks for.
+"""One client's connection: HTTP/1.1 in which nothing is read before it is asked for.
 
 The headers are read, then the application runs; the body is parsed when the application asks for it, and the next
-request when the answer has been taken. So a client can make the server hold a few buffers, and make it work at the
+request when the client has read the answer. So a client can make the server hold a few buffers, and make it work at the
 pace of its own reading: what it sends beyond that stays in the kernel.
 """
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from typing import Any
@@ -18,26 +17,26 @@ import uvicorn
 from starlette.types import Message, Scope
 from uvicorn.server import ServerState
 
-from vitlab.serving.limits import LEAST_PIECE, LEAST_RATE, SPARE_PIECES, Limits, Refused
+from vitlab.serving.limits import CLOSE, MIN_PIECE, MIN_RATE, SMALL_PIECES, Limits, RequestError
 from vitlab.serving.pool import ConnectionPool
 
 log = logging.getLogger("vitlab")
 
 KEEP_ALIVE = 5.0  # seconds between two requests of a connection
-LINGER = 2.0  # seconds for a client to read the refusal of a body that it is still sending
-LINGER_PAUSE = 0.005  # between two reads of such a body: at most 13 MB/s are thrown away for anyone
-BLOCK = 65_536  # bytes of one read
-EVENTS = 16  # pieces of a body that are parsed before others have their turn
-FULL = "too many connections; try again in a moment"
-NOT_HTTP = "this is not HTTP that can be understood"
+LINGER = 2.0  # seconds for a client to read the error for a body that it is still sending
+LINGER_PAUSE = 0.005  # seconds between two reads of such a body: at most 13 MB/s are discarded for each client
+READ_SIZE = 65_536  # bytes
+EVENTS = 16  # pieces of a body that are parsed before other connections run
+OVERLOADED = "too many connections; try again in a moment"
+NOT_HTTP = "this is not valid HTTP"
 
 
 class Connection(asyncio.BufferedProtocol):
-    """What uvicorn makes of every socket; `limits` and `table` are set by a subclass."""
+    """The protocol that uvicorn creates for every socket; a subclass sets `limits` and `pool`."""
 
     limits: Limits
-    table: ConnectionPool
-    block = memoryview(bytearray(BLOCK))  # emptied right after each read, so one is enough for all
+    pool: ConnectionPool
+    read_buffer = memoryview(bytearray(READ_SIZE))  # copied right after each read, so all connections share it
 
     def __init__(
         self,
@@ -49,23 +48,25 @@ class Connection(asyncio.BufferedProtocol):
         self.app, self.server, self.app_state = config.loaded_app, server_state, app_state
         self.loop = _loop or asyncio.get_running_loop()
         self.http = h11.Connection(h11.SERVER)
-        self.inbox = b""  # read and not yet parsed
-        self.waiter: asyncio.Future[None] | None = None
-        self.enough = 1  # bytes to wake the waiter for
+        self.unparsed = b""
+        self.reader: asyncio.Future[None] | None = None  # done when `wanted` bytes have arrived
+        self.wanted = 1
         self.closed, self.drained = asyncio.Event(), asyncio.Event()
         self.drained.set()
         self.address = ""
-        self.waits: float | None = time.monotonic()
-        self.served = self.busy = self.last = False
+        self.idle_since: float | None = time.monotonic()
+        self.has_served = self.is_busy = self.is_stopping = False
         self.start_request()
 
     def start_request(self) -> None:
-        self.pieces = self.length = self.taken = self.marked = 0
-        self.complete = self.handed = self.answered = self.crowded = False  # handed: the app has seen the end
-        self.response: h11.Response | None = None
         self.method = b""
+        self.pieces = self.length = self.received = self.progress = 0  # all but `pieces` in bytes of the body
+        self.is_complete = False  # the request has been parsed to its end
+        self.is_delivered = False  # and the application has seen that
+        self.is_answered = self.must_yield = False
+        self.response: h11.Response | None = None
 
-    # ---- what asyncio calls
+    # ---- called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -73,33 +74,33 @@ class Connection(asyncio.BufferedProtocol):
         transport.set_write_buffer_limits(high=0)  # `drained` means that the kernel has it all
         self.address = str((transport.get_extra_info("peername") or ("",))[0])
         self.server.connections.add(self)  # type: ignore[arg-type]  # uvicorn names its own classes there
-        if self.table.crowded:
-            self.refuse(Refused(503, FULL))
+        if self.pool.is_overloaded:
+            self.send_error(RequestError(503, OVERLOADED))
             transport.close()
             return
-        task = self.loop.create_task(self.talk())
+        task = self.loop.create_task(self.run())
         self.server.tasks.add(task)
         task.add_done_callback(self.server.tasks.discard)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self.block
+        return self.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.inbox += bytes(self.block[:nbytes])
-        if self.waiter is None or self.waiter.done():
-            self.transport.pause_reading()  # nobody asked; until then the rest stays in the kernel
-        elif len(self.inbox) >= self.enough:
-            self.waiter.set_result(None)
+        self.unparsed += bytes(self.read_buffer[:nbytes])
+        if self.reader is None or self.reader.done():
+            self.transport.pause_reading()  # nothing asked for it; the rest stays in the kernel
+        elif len(self.unparsed) >= self.wanted:
+            self.reader.set_result(None)
 
     def eof_received(self) -> None:
-        return None  # closes: who sends no more is not waited for
+        return None  # closes: a client that sends no more gets no more
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.server.connections.discard(self)
         self.closed.set()
         self.drained.set()
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
+        if self.reader is not None and not self.reader.done():
+            self.reader.set_result(None)
 
     def pause_writing(self) -> None:
         self.drained.clear()
@@ -107,70 +108,70 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self.drained.set()
 
-    # ---- what uvicorn's server and the table call
+    # ---- called by uvicorn's server and the pool
 
     def shutdown(self) -> None:
-        """The server stops: what has begun is finished, and nothing else is begun."""
-        self.last = True
-        if not self.busy:
+        """The server stops: the current request is finished, and no other is begun."""
+        self.is_stopping = True
+        if not self.is_busy:
             self.transport.close()
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         self.transport.abort()
 
-    # ---- the conversation
+    # ---- requests, one after the other
 
-    async def talk(self) -> None:
+    async def run(self) -> None:
         try:
             try:
-                if not await self.table.enter(self):
-                    raise Refused(503, FULL)
-                while await self.exchange():
+                if not await self.pool.admit(self):
+                    raise RequestError(503, OVERLOADED)
+                while await self.handle_request():
                     self.start_request()
-            except Refused as refused:
-                self.refuse(refused)
+            except RequestError as error:
+                self.send_error(error)
             if await self.flush():
                 await self.linger()
         except Exception:
             log.exception("a connection failed")
         finally:
-            self.table.leave(self)
-            self.finish()
+            self.pool.remove(self)
+            self.close()
 
-    async def exchange(self) -> bool:
-        """One request and its answer; whether another may follow."""
-        request = await self.head()
+    async def handle_request(self) -> bool:
+        """Read one request and answer it; returns whether another may follow."""
+        request = await self.read_headers()
         if request is None:
             return False
-        self.busy, self.waits = True, None
+        self.is_busy, self.idle_since = True, None
         try:
-            await self.app(self.scope(request), self.receive, self.send)
-        except Exception:  # the guard has logged it, after its answer had begun
-            self.drop()
-        if not self.answered or not await self.flush():
-            self.drop()
+            await self.app(self.build_scope(request), self.receive, self.send)
+        except Exception:  # the middleware has logged it, after its answer had begun
+            self.abort()
+        if not self.is_answered or not await self.flush():
+            self.abort()
             return False
-        self.busy, self.served, self.waits = False, True, time.monotonic()
-        if self.last or self.http.our_state is not h11.DONE or self.http.their_state is not h11.DONE:
+        self.is_busy, self.has_served, self.idle_since = False, True, time.monotonic()
+        if self.is_stopping or self.http.our_state is not h11.DONE or self.http.their_state is not h11.DONE:
             return False
         self.http.start_next_cycle()
         return True
 
-    async def head(self) -> h11.Request | None:
-        """The next request's line and headers; None where the client has left or never began."""
-        begun = early = bool(self.http.trailing_data[0])  # sent before the last answer
+    async def read_headers(self) -> h11.Request | None:
+        """Read the next request's line and headers; None where the client has left or sent nothing."""
+        has_begun = is_pipelined = bool(self.http.trailing_data[0])  # sent before the last answer
         seconds = self.limits.header_seconds
         try:
-            async with asyncio.timeout(seconds if begun or not self.served else KEEP_ALIVE) as limit:
+            async with asyncio.timeout(seconds if has_begun or not self.has_served else KEEP_ALIVE) as limit:
                 while (event := self.next_event()) is h11.NEED_DATA:
-                    if not await self.feed():
+                    if not await self.feed_parser():
                         return None
-                    if not begun:
-                        begun, self.waits = True, time.monotonic()
+                    if not has_begun:
+                        has_begun, self.idle_since = True, time.monotonic()
                         limit.reschedule(self.loop.time() + seconds)
         except TimeoutError:
-            if begun:
-                raise Refused(408, "the request's headers did not arrive in time") from None
+            if has_begun:
+                raise RequestError(408, "the request's headers did not arrive in time") from None
             return None
         if not isinstance(event, h11.Request):
             return None
@@ -180,9 +181,9 @@ class Connection(asyncio.BufferedProtocol):
         self.length = int(fields.get(b"content-length", b"0"))
         if not self.length and b"transfer-encoding" not in fields:
             self.next_event()  # the end of a message without a body, which is here already
-            self.complete = True
-            early = early or bool(self.http.trailing_data[0])
-        if early and not await self.table.turn(self.limits.answer_seconds):
+            self.is_complete = True
+            is_pipelined = is_pipelined or bool(self.http.trailing_data[0])
+        if is_pipelined and not await self.pool.wait_to_pipeline(self.limits.answer_seconds):
             return None
         return event
 
@@ -190,39 +191,39 @@ class Connection(asyncio.BufferedProtocol):
         try:
             return self.http.next_event()
         except h11.RemoteProtocolError:
-            raise Refused(400, NOT_HTTP, {"Connection": "close"}) from None
+            raise RequestError(400, NOT_HTTP, CLOSE) from None
 
-    async def feed(self, enough: int = 1) -> bool:
-        """More bytes for the parser; False when there are no more."""
-        data = await self.read(enough)
+    async def feed_parser(self, wanted: int = 1) -> bool:
+        """Give the parser more bytes; False when there are no more."""
+        data = await self.read(wanted)
         if not data:
             return False
         self.count_piece()
         self.http.receive_data(data)
         return True
 
-    async def read(self, enough: int = 1) -> bytes:
-        """What has arrived; where nothing has, what comes, as soon as that is enough."""
-        if not self.inbox and not self.closed.is_set():
-            self.waiter, self.enough = self.loop.create_future(), enough
+    async def read(self, wanted: int = 1) -> bytes:
+        """Return what has arrived; where nothing has, wait for `wanted` bytes; empty when the client has left."""
+        if not self.unparsed and not self.closed.is_set():
+            self.reader, self.wanted = self.loop.create_future(), wanted
             self.transport.resume_reading()
             try:
-                await self.waiter
+                await self.reader
             finally:
-                self.waiter = None
-        data, self.inbox = self.inbox, b""
+                self.reader = None
+        data, self.unparsed = self.unparsed, b""
         return data
 
     def count_piece(self) -> None:
-        """Each read and each chunk costs the same whatever it holds, so there is a limit to how little that may be."""
+        """Each read and each chunk costs the same whatever its size, so their average size has a lower limit."""
         self.pieces += 1
-        if self.pieces > SPARE_PIECES + self.taken // LEAST_PIECE:
-            sentence = f"the request comes in too many tiny pieces; send at least {LEAST_PIECE} bytes at a time"
-            raise Refused(400, sentence, {"Connection": "close"})
+        if self.pieces > SMALL_PIECES + self.received // MIN_PIECE:
+            message = f"the request comes in too many tiny pieces; send at least {MIN_PIECE} bytes at a time"
+            raise RequestError(400, message, CLOSE)
 
-    # ---- the application's side
+    # ---- the ASGI interface
 
-    def scope(self, request: h11.Request) -> Scope:
+    def build_scope(self, request: h11.Request) -> Scope:
         path, _, query = request.target.partition(b"?")
         return {
             "type": "http",
@@ -241,48 +242,49 @@ class Connection(asyncio.BufferedProtocol):
         }
 
     async def receive(self) -> Message:
-        if self.handed and not self.answered:
-            if not self.inbox:
-                self.transport.resume_reading()  # or nobody would notice that the client leaves
+        if self.is_delivered and not self.is_answered:
+            if not self.unparsed:
+                self.transport.resume_reading()  # or a disconnect would not be noticed
             await self.closed.wait()
-        if self.answered or self.closed.is_set():
+        if self.is_answered or self.closed.is_set():
             return {"type": "http.disconnect"}
-        if self.complete:  # there is no body
-            self.handed = True
+        if self.is_complete:  # there is no body
+            self.is_delivered = True
             return {"type": "http.request", "body": b"", "more_body": False}
         if self.http.they_are_waiting_for_100_continue:
             self.transport.write(self.http.send(h11.InformationalResponse(status_code=100, headers=[])))
-        if self.crowded:
+        if self.must_yield:
             await asyncio.sleep(0)
-        self.waits = self.waits or time.monotonic()
-        data = await self.some_body()
+        self.idle_since = self.idle_since or time.monotonic()
+        data = await self.read_body()
         if data is None:
             return {"type": "http.disconnect"}
-        self.taken += len(data)
-        if self.complete:
-            self.handed, self.waits = True, None
-        elif self.taken - self.marked >= LEAST_RATE:  # less than that is no progress
-            self.marked, self.waits = self.taken, time.monotonic()
-        return {"type": "http.request", "body": data, "more_body": not self.complete}
+        self.received += len(data)
+        if self.is_complete:
+            self.is_delivered, self.idle_since = True, None
+        elif self.received - self.progress >= MIN_RATE:  # less than that does not count as progress
+            self.progress, self.idle_since = self.received, time.monotonic()
+        return {"type": "http.request", "body": data, "more_body": not self.is_complete}
 
-    async def some_body(self) -> bytes | None:
-        """As much of the body as is here, but no more pieces of it than are quickly parsed; None: the client left."""
+    async def read_body(self) -> bytes | None:
+        """As much of the body as is here, at most EVENTS pieces of it; None where the client has left."""
         data = bytearray()
         for _ in range(EVENTS):
             event = self.next_event()
             if event is h11.NEED_DATA:
                 if data:
                     break
-                if not await self.feed(min(LEAST_RATE, self.length - self.taken)):  # a byte at a time wakes nobody
+                # a body that comes byte by byte does not run this code for each of them
+                if not await self.feed_parser(min(MIN_RATE, self.length - self.received)):
                     return None
             elif isinstance(event, h11.Data):
                 data += event.data
                 self.count_piece()
             else:
-                self.complete = True
+                self.is_complete = True
                 break
         else:
-            self.crowded = True
+            self.must_yield = True
         return bytes(data)
 
     async def send(self, message: Message) -> None:
@@ -290,72 +292,73 @@ class Connection(asyncio.BufferedProtocol):
             return
         if message["type"] == "http.response.start":
             headers = [*self.server.default_headers, *message.get("headers", ())]
-            if (self.last or not self.complete) and (b"connection", b"close") not in headers:
+            if (self.is_stopping or not self.is_complete) and (b"connection", b"close") not in headers:
                 headers.append((b"connection", b"close"))
             self.response = h11.Response(status_code=message["status"], headers=headers)
-            return  # and leaves together with the body
-        out = []
+            return  # it is sent together with the body
+        events: list[h11.Event] = []
         if self.response is not None:
-            out.append(self.http.send(self.response))
+            events.append(self.response)
             self.response = None
         if self.method != b"HEAD":
-            out.append(self.http.send(h11.Data(message.get("body", b""))))
+            events.append(h11.Data(message.get("body", b"")))
         if not message.get("more_body", False):
-            out.append(self.http.send(h11.EndOfMessage()))
-            self.answered = True
-        self.transport.write(b"".join(part or b"" for part in out))
+            events.append(h11.EndOfMessage())
+            self.is_answered = True
+        self.write(*events)
+
+    def write(self, *events: h11.Event) -> None:
+        self.transport.write(b"".join(self.http.send(event) or b"" for event in events))
 
     # ---- the end of an answer
 
     async def flush(self) -> bool:
-        """Until the kernel has the answer; False if the client does not read it."""
-        self.waits = time.monotonic()
+        """Wait until the kernel has the answer; False if the client does not read it."""
+        self.idle_since = time.monotonic()
         left = self.transport.get_write_buffer_size()
         while left:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.limits.answer_seconds):
                     await self.drained.wait()
             before, left = left, self.transport.get_write_buffer_size()
-            if left and before - left < LEAST_RATE * self.limits.answer_seconds:
+            if left and before - left < MIN_RATE * self.limits.answer_seconds:
                 return False
         return not self.closed.is_set()
 
     async def linger(self) -> None:
-        """A client that is still sending gets a moment to read its answer: closing now would take it away again."""
+        """Give a client that is still sending a moment to read its answer: closing now would discard it."""
         if self.http.their_state not in (h11.SEND_BODY, h11.ERROR):
             return
-        self.waits = time.monotonic()
+        self.idle_since = time.monotonic()
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(LINGER):
                 self.transport.write_eof()
-                while await self.read():  # thrown away unparsed
+                while await self.read():  # discarded unparsed
                     await asyncio.sleep(LINGER_PAUSE)
 
-    def finish(self) -> None:
-        """Closed in peace where all is written, cut where not: nothing waits for who does not read."""
+    def close(self) -> None:
+        """Close the socket; what the client has not read by now is discarded."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         self.transport.close()
 
-    def refuse(self, refused: Refused) -> None:
-        """An answer to something that never became a request."""
+    def send_error(self, error: RequestError) -> None:
+        """Answer something that never became a request."""
         if self.transport.is_closing():
             return
-        body = json.dumps({"error": refused.sentence}).encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        length = str(len(error.body))
+        headers = [("content-type", "application/json"), ("content-length", length), ("connection", "close")]
         with contextlib.suppress(h11.LocalProtocolError):  # an answer has begun already
-            for event in (
-                h11.Response(status_code=refused.status, headers=headers),
-                h11.Data(body),
-                h11.EndOfMessage(),
-            ):
-                self.transport.write(self.http.send(event) or b"")
+            self.write(
+                h11.Response(status_code=error.status, headers=headers), h11.Data(error.body), h11.EndOfMessage()
+            )
 
 
 def check_framing(request: h11.Request) -> None:
-    """Where a message ends must not be a matter of opinion, or a proxy may see other requests than we do."""
+    """Refuse a message whose end is ambiguous: a proxy in front might see other requests than this server does."""
     names = {name for name, _ in request.headers}
     if b"transfer-encoding" in names and b"content-length" in names:
-        raise Refused(400, "a request with both Content-Length and Transfer-Encoding is ambiguous; send one of them")
+        message = "a request with both Content-Length and Transfer-Encoding is ambiguous; send one of them"
+        raise RequestError(400, message)
     if b"transfer-encoding" in names and request.http_version < b"1.1":
-        raise Refused(400, "Transfer-Encoding needs HTTP/1.1; send a Content-Length")
+        raise RequestError(400, "Transfer-Encoding needs HTTP/1.1; send a Content-Length")

@@ -1,8 +1,8 @@
-"""From bytes that anyone may have sent to the model's pixels, in processes with limits on time and memory.
+"""From untrusted bytes to the model's pixels, in processes with limits on time and memory.
 
-There are two lanes. What is known to be cheap from its header takes the quick one. What is large, or of a kind whose
-cost its header does not show, takes the slow one: fewer processes, at a lower priority, with a short line; so
-whatever is sent there, ordinary photos pass by it.
+There are two pools of processes. An image whose header shows that it is cheap goes to the quick one. One that is large,
+or of a format whose header does not show its cost, goes to the slow one: fewer processes, at a lower priority, with a
+short queue; so whatever is sent there, ordinary photos do not wait for it.
 """
 
 import asyncio
@@ -19,146 +19,145 @@ from vitlab.data.images import PLAIN_WORK
 from vitlab.data.sandbox import Budget, Sandbox, Wanted
 from vitlab.data.transforms import to_pixels
 from vitlab.models.config import Preprocess, Size
-from vitlab.serving.limits import RETRY, Limits, Refused, short
+from vitlab.serving.limits import Limits, RequestError, short_number, try_again
 from vitlab.serving.uploads import Upload
+from vitlab.text import listed
 
-LARGE = 1 / 3  # of the limit on pixels: from here on a picture takes the slow lane
-LINE = 8  # pictures in the slow lane, waiting ones included
-LOWER = 10  # what is added to the niceness of the slow lane's processes
+LARGE = 1 / 3  # of the limit on pixels: from here on an image goes to the slow pool
+SLOW_QUEUE = 8  # images in the slow pool, waiting ones included
+SLOW_NICENESS = 10  # added to the niceness of the slow pool's processes
 
 
 class Decoders:
-    """Processes that turn uploads into pixels framed for the model, (3, h, w), uint8."""
+    """Both pools; they turn uploads into pixels cropped for the model, (3, h, w), uint8."""
 
     def __init__(self, size: Size, preprocess: Preprocess, limits: Limits, processes: int) -> None:
         self.limits = limits
         wanted = Wanted(limits.formats, limits.max_pixels, size, preprocess)
         budget = Budget(limits.decode_seconds, 3.0 * limits.decode_seconds)
-        self.quick = Lane(processes, budget, wanted)
-        self.slow = Lane(max(1, processes // 2), budget, wanted, nice=LOWER, line=LINE)
+        self.quick = DecoderPool(processes, budget, wanted)
+        self.slow = DecoderPool(max(1, processes // 2), budget, wanted, nice=SLOW_NICENESS, queue=SLOW_QUEUE)
 
     def start(self) -> None:
-        """So that the first client does not pay for it."""
+        """Start the processes, so that the first client does not wait for them."""
         self.quick.start()
         self.slow.start()
 
-    async def pixels(self, uploads: Sequence[Upload]) -> list[Tensor]:
-        """All of a request's pictures; the first that is refused refuses the request and ends the others' work."""
-        if len(uploads) == 1:
-            return [await self._one(uploads[0])]
+    async def decode(self, uploads: Sequence[Upload]) -> list[Tensor]:
+        """Decode all of a request's images; the first error is raised and ends the work on the others."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(upload)) for upload in uploads]
+                tasks = [group.create_task(self._decode_one(upload)) for upload in uploads]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _one(self, upload: Upload) -> Tensor:
+    async def _decode_one(self, upload: Upload) -> Tensor:
         try:
             header = read_header(upload.data)
             if header is not None and header.pixels > self.limits.max_pixels:
                 raise Undecodable("large", f"{header.width} x {header.height} pixels")
-            lane = self.quick if self._is_cheap(header) else self.slow
-            return await lane.decode(upload)
+            pool = self.quick if self._is_cheap(header) else self.slow
+            return await pool.decode(upload)
         except Absurd as absurd:
-            raise Refused(422, f"'{upload.name}' is broken: {absurd}") from None
+            raise RequestError(422, f"'{upload.name}' is broken: {absurd}") from None
         except Undecodable as bad:
-            raise self._refusal(upload, bad) from None
+            raise self._request_error(upload, bad) from None
 
     def _is_cheap(self, header: Header | None) -> bool:
         if header is None:
             return False
         return header.pixels <= LARGE * self.limits.max_pixels and header.work <= PLAIN_WORK
 
-    def _refusal(self, upload: Upload, bad: Undecodable) -> Refused:
+    def _request_error(self, upload: Upload, bad: Undecodable) -> RequestError:
         if bad.fault == "large":
-            allowed = short(self.limits.max_pixels).rstrip()
-            return Refused(413, f"'{upload.name}' has {bad.why}, and {allowed} are allowed; send it smaller")
+            allowed = short_number(self.limits.max_pixels).rstrip()
+            return RequestError(413, f"'{upload.name}' has {bad.why}, and {allowed} are allowed; send it smaller")
         if bad.fault == "unknown":
-            hint = advice(upload.data, self.limits.formats)
-            return Refused(422, f"'{upload.name}' is not a picture of a kind that is read here{hint}")
-        return Refused(422, f"'{upload.name}' is broken: {bad.why}")
+            hint = format_hint(upload.data, self.limits.formats)
+            return RequestError(422, f"'{upload.name}' is not an image in a supported format{hint}")
+        return RequestError(422, f"'{upload.name}' is broken: {bad.why}")
 
     def close(self) -> None:
         self.quick.close()
         self.slow.close()
 
 
-class Lane:
-    """Some processes with one line before them, and a thread for each that waits for it."""
+class DecoderPool:
+    """Some processes with one queue, and a thread for each process that waits for its result."""
 
-    def __init__(self, processes: int, budget: Budget, wanted: Wanted, *, nice: int = 0, line: int | None = None):
-        self.wanted, self.line, self.busy = wanted, line, 0
-        self.boxes = [Sandbox(budget, nice=nice) for _ in range(processes)]
+    def __init__(self, processes: int, budget: Budget, wanted: Wanted, *, nice: int = 0, queue: int | None = None):
+        self.wanted, self.queue, self.active = wanted, queue, 0
+        self.sandboxes = [Sandbox(budget, nice=nice) for _ in range(processes)]
         self.free: SimpleQueue[Sandbox] = SimpleQueue()
-        for box in self.boxes:
-            self.free.put(box)
+        for sandbox in self.sandboxes:
+            self.free.put(sandbox)
         self.threads = ThreadPoolExecutor(processes, "decode")
 
     def start(self) -> None:
-        for box in self.boxes:
-            box.start()
+        for sandbox in self.sandboxes:
+            sandbox.start()
 
     async def decode(self, upload: Upload) -> Tensor:
-        """Cancelling it ends the work, too."""
-        if self.line is not None and self.busy >= self.line:
-            raise Refused(429, "too many large or unusual pictures are being read; try again in a moment", RETRY)
-        job = Job(upload)
-        self.busy += 1
+        """Decode one image; cancelling this ends the process that works on it."""
+        if self.queue is not None and self.active >= self.queue:
+            raise try_again("too many large or unusual images are being read; try again in a moment", 429)
+        job = DecodeJob(upload)
+        self.active += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.threads, self._work, job)
+            return await asyncio.get_running_loop().run_in_executor(self.threads, self._run, job)
         except asyncio.CancelledError:
             job.cancel()
             raise
         finally:
-            self.busy -= 1
+            self.active -= 1
 
-    def _work(self, job: "Job") -> Tensor:
-        box = self.free.get()
+    def _run(self, job: "DecodeJob") -> Tensor:
+        sandbox = self.free.get()
         try:
-            job.begin(box)
-            return to_pixels(box.decode(job.upload.data, self.wanted))
+            job.begin(sandbox)
+            return to_pixels(sandbox.decode(job.upload.data, self.wanted))
         finally:
             job.end()
-            self.free.put(box)
+            self.free.put(sandbox)
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
-        for box in self.boxes:
-            box.kill(close=True)
+        for sandbox in self.sandboxes:
+            sandbox.kill(close=True)
 
 
-class Job:
-    """A picture on its way; the process that is busy with it dies when nobody waits for it any more."""
+class DecodeJob:
+    """An image that is being decoded; cancelling it, from another thread, kills the process that works on it."""
 
     def __init__(self, upload: Upload) -> None:
         self.upload = upload
-        self.box: Sandbox | None = None
+        self.sandbox: Sandbox | None = None
         self.cancelled = False
         self.lock = threading.Lock()
 
-    def begin(self, box: Sandbox) -> None:
+    def begin(self, sandbox: Sandbox) -> None:
         with self.lock:
             if self.cancelled:
                 raise Undecodable("broken", "decoding it was stopped")
-            self.box = box
+            self.sandbox = sandbox
 
     def end(self) -> None:
         with self.lock:
-            self.box = None
+            self.sandbox = None
 
     def cancel(self) -> None:
         with self.lock:
             self.cancelled = True
-            if self.box is not None:
-                self.box.kill()
+            if self.sandbox is not None:
+                self.sandbox.kill()
 
 
-def advice(data: bytes | bytearray, formats: Sequence[str]) -> str:
-    """A word for what people send most often by mistake."""
+def format_hint(data: bytes | bytearray, formats: Sequence[str]) -> str:
+    """What to send instead, with the most common mistakes named."""
     start = bytes(data[:512])
     if start.lstrip().lower().startswith((b"<svg", b"<?xml", b"<!doctype")):
         return ": it is text such as SVG or HTML; send a JPEG or PNG"
     if start[4:8] == b"ftyp" and start[8:12] in (b"heic", b"heix", b"mif1", b"hevc"):
         return ": it is HEIC; send it as JPEG"
-    return f"; send {', '.join(formats[:-1])} or {formats[-1]}"
+    return f"; send {listed(formats)}"

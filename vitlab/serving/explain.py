@@ -1,8 +1,7 @@
-"""What the page draws of one picture, as JSON: the picture the model saw, its attention, and the five steps.
+"""What the page draws for one image, as JSON: the image the model saw, its attention, and the five steps.
 
-Attention maps are numbers that sum to 1 over the grid, colors are bytes from 0 to 255. So Ti/16 fits in 300 kB.
-
-Shapes: L attention layers, H heads, h and w patches down and across.
+Attention maps are numbers that sum to 1 over the grid, colors are bytes from 0 to 255. So the answer of Ti/16 is below
+300 kB. Shapes: L attention layers, H heads, h and w patches down and across.
 """
 
 import base64
@@ -23,12 +22,12 @@ from vitlab.predict import Classifier
 
 DECIMALS = 6
 NO_STEPS = (
-    "This model is a ResNet: it slides small filters over the picture and has no patches, tokens or attention to show."
+    "This model is a ResNet: it applies convolutions to the picture and has no patches, tokens or attention to show."
 )
 
 
-def look(classifier: Classifier, pixels: Tensor) -> tuple[Tensor, Steps | None]:
-    """Probabilities (K,) and, of a transformer, the steps; for the thread that owns the model."""
+def compute_steps(classifier: Classifier, pixels: Tensor) -> tuple[Tensor, Steps | None]:
+    """Probabilities (K,) and, for a transformer, the steps; for the thread that owns the model."""
     probabilities = classifier.probabilities(pixels[None])[0]
     if isinstance(classifier.model, ResNet):
         return probabilities, None
@@ -36,42 +35,42 @@ def look(classifier: Classifier, pixels: Tensor) -> tuple[Tensor, Steps | None]:
     return probabilities, five_steps(classifier.model, image)
 
 
-def describe(pixels: Tensor, steps: Steps | None) -> dict[str, Any]:
-    """The picture as a PNG in base64 and the arrays as nested lists."""
-    told: dict[str, Any] = {"picture": png(pixels)}
+def steps_to_json(pixels: Tensor, steps: Steps | None) -> dict[str, Any]:
+    """The image as a PNG in base64 and the arrays as nested lists."""
+    fields: dict[str, Any] = {"picture": encode_png(pixels)}
     if steps is None:
-        return {**told, "rollout": None, "attention": None, "steps": None, "reason": NO_STEPS}
+        return {**fields, "rollout": None, "attention": None, "steps": None, "reason": NO_STEPS}
     return {
-        **told,
-        "rollout": shares(steps.rollout),  # (h, w)
-        "attention": shares(steps.attention),  # (L, H, h, w)
+        **fields,
+        "rollout": round_list(steps.rollout),  # (h, w)
+        "attention": round_list(steps.attention),  # (L, H, h, w)
         "steps": {
-            "tokens": colors(steps.tokens),  # (h, w, 3)
-            "positions": colors(steps.positions) if steps.positions.any() else None,
-            "depths": colors(steps.depths),  # (blocks, h, w, 3)
+            "tokens": color_list(steps.tokens),  # (h, w, 3)
+            "positions": color_list(steps.positions) if steps.positions.any() else None,
+            "depths": color_list(steps.depths),  # (blocks, h, w, 3)
         },
         "reason": None,
     }
 
 
-def png(pixels: Tensor) -> str:
+def encode_png(pixels: Tensor) -> str:
     file = io.BytesIO()
     Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file, "PNG", compress_level=3)
     return base64.b64encode(file.getvalue()).decode()
 
 
-def shares(values: NDArray[np.float32]) -> list[Any]:
+def round_list(values: NDArray[np.float32]) -> list[Any]:
     return values.astype(np.float64).round(DECIMALS).tolist()
 
 
-def colors(values: NDArray[np.float32]) -> list[Any]:
+def color_list(values: NDArray[np.float32]) -> list[Any]:
     return (values * 255).round().astype(np.uint8).tolist()
 
 
-def facts(classifier: Classifier, name: str) -> dict[str, Any]:
-    """The model in a few numbers."""
+def model_info(classifier: Classifier, name: str) -> dict[str, Any]:
+    """The fields of /v1/model, without the server's limits."""
     config = classifier.model.config
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": name,
         "kind": "resnet",
         "classes": config.classes,
@@ -81,10 +80,11 @@ def facts(classifier: Classifier, name: str) -> dict[str, Any]:
         "heads": 0,
     }
     if not isinstance(config, ViTConfig):
-        return told
-    return told | {
+        return fields
+    axial = config.attention == "axial"
+    return fields | {
         "kind": "vit",
-        "layers": config.depth * (2 if config.attention == "axial" else 1),
+        "layers": config.depth * (2 if axial else 1),
         "heads": config.heads,
         "width": config.width,
         "grid": list(config.grid),
@@ -92,5 +92,5 @@ def facts(classifier: Classifier, name: str) -> dict[str, Any]:
         "stem": config.stem is not None,
         "pool": config.pool,
         "positions": config.positions,
-        "axial": config.attention == "axial",
+        "axial": axial,
     }

@@ -1,7 +1,7 @@
-"""The Host header: whether a request means this server.
+"""The Host header: whether a request is addressed to this server.
 
-A web page anywhere can point its own name at this machine (DNS rebinding) and would then be allowed by the browser to
-read our answers. Its requests carry its name; the names of this server are known.
+Any web page can point its own name at this machine (DNS rebinding), and the browser would then let it read our answers.
+Its requests carry its name; the names of this server are known.
 """
 
 import ipaddress
@@ -10,22 +10,25 @@ from collections.abc import Iterable
 
 from vitlab.errors import UserError
 
-SHAPE = re.compile(r"(?:\[(?P<six>[0-9a-f:.%]+)\]|(?P<name>[^:\[\]/@]+))(?::\d*)?")
+HEADER = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.%]+)\]|(?P<name>[^:\[\]/@]+))(?::\d*)?")
 NAME = re.compile(r"(?!-)[a-z0-9_.-]{1,253}")
 
 
 class Hosts:
-    """The names that a server without a token answers to; a page cannot know a token, so with one any name will do."""
+    """The names that a server without a token answers to; a page cannot have the token, so with one any name will do.
+
+    `bound` is the address the server listens on, `names` those of --host-name.
+    """
 
     def __init__(self, bound: str, names: Iterable[str] = ()) -> None:
         self.bound = parse_address(bound)
         self.names = {"localhost", *(check_name(name) for name in names)}
 
     def allows(self, header: str) -> bool:
-        shape = SHAPE.fullmatch(header.strip().lower())
-        if shape is None:
+        match = HEADER.fullmatch(header.strip().lower())
+        if match is None:
             return False
-        host = shape["six"] or shape["name"]
+        host = match["ipv6"] or match["name"]
         if host in self.names or host.rstrip(".") in self.names:
             return True
         address = parse_address(host)
@@ -37,14 +40,15 @@ class Hosts:
 
 
 def check_name(name: str) -> str:
-    """A --host-name as it will be compared; addresses may be given too."""
+    """Return a --host-name as it will be compared; addresses may be given too."""
     plain = name.strip().lower().strip("[]").rstrip(".")
     if parse_address(plain) is None and not NAME.fullmatch(plain):
-        raise UserError(f"--host-name '{name}' is no host's name; give it without http:// and without a port")
+        raise UserError(f"--host-name '{name}' is not a host name; give it without http:// and without a port")
     return plain
 
 
 def parse_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address, without its zone; None for a name."""
     try:
         return ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,89 +1,49 @@
-"""Counters in Prometheus' text format: requests, their latency, batches, images, and what the queue holds."""
+"""Prometheus metrics: requests, their latency, batches, images, and what the queue and the uploads hold."""
 
-import threading
-from bisect import bisect_left
 from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-Labels = tuple[tuple[str, str], ...]
+disable_created_metrics()  # type: ignore[no-untyped-call]  # or each counter had one more series
 
 
 class Metrics:
-    """What the server counts; every method may be called from any thread."""
+    """The metrics of one service, in a registry of its own; every method may be called from any thread."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.requests: dict[Labels, int] = {}
-        self.latency: dict[Labels, Histogram] = {}
-        self.batch_sizes = Histogram(SIZES)
-        self.batch_seconds = Histogram(SECONDS)
-        self.images = 0
-        self.gauges: list[tuple[str, str, Callable[[], float]]] = []
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "vitlab_requests", "Requests by route and status.", ["route", "status"], registry=registry
+        )
+        self.request_seconds = Histogram(
+            "vitlab_request_seconds",
+            "Time from a request's headers to its answer.",
+            ["route"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.batch_size = Histogram("vitlab_batch_size", "Images in a batch.", buckets=SIZES, registry=registry)
+        self.batch_seconds = Histogram(
+            "vitlab_batch_seconds", "Time of the model for a batch.", buckets=SECONDS, registry=registry
+        )
+        self.images = Counter("vitlab_images", "Images that the model classified.", registry=registry)
 
-    def gauge(self, name: str, about: str, read: Callable[[], float]) -> None:
-        """A value that is read when somebody asks."""
-        self.gauges.append((name, about, read))
+    def add_gauge(self, name: str, about: str, read: Callable[[], float]) -> None:
+        """Add a value that is read at every scrape."""
+        Gauge(name, about, registry=self.registry).set_function(read)
 
-    def answered(self, route: str, status: int, seconds: float) -> None:
-        labels = (("route", route), ("status", str(status)))
-        with self.lock:
-            self.requests[labels] = self.requests.get(labels, 0) + 1
-            self.latency.setdefault(labels[:1], Histogram(SECONDS)).add(seconds)
+    def count_request(self, route: str, status: int, seconds: float) -> None:
+        self.requests.labels(route, str(status)).inc()
+        self.request_seconds.labels(route).observe(seconds)
 
-    def ran(self, size: int, seconds: float) -> None:
-        with self.lock:
-            self.images += size
-            self.batch_sizes.add(size)
-            self.batch_seconds.add(seconds)
+    def count_batch(self, size: int, seconds: float) -> None:
+        self.images.inc(size)
+        self.batch_size.observe(size)
+        self.batch_seconds.observe(seconds)
 
     def text(self) -> str:
-        with self.lock:
-            lines = head("vitlab_requests_total", "counter", "Requests by route and status.")
-            lines += [f"vitlab_requests_total{shown(labels)} {n}" for labels, n in sorted(self.requests.items())]
-            lines += head("vitlab_request_seconds", "histogram", "From a request's headers to its answer.")
-            for labels, histogram in sorted(self.latency.items()):
-                lines += histogram.lines("vitlab_request_seconds", labels)
-            lines += head("vitlab_batch_size", "histogram", "Images that the model answered at a time.")
-            lines += self.batch_sizes.lines("vitlab_batch_size")
-            lines += head("vitlab_batch_seconds", "histogram", "Time of the model for a batch.")
-            lines += self.batch_seconds.lines("vitlab_batch_seconds")
-            lines += head("vitlab_images_total", "counter", "Images that the model answered.")
-            lines += [f"vitlab_images_total {self.images}"]
-        for name, about, read in self.gauges:
-            lines += [*head(name, "gauge", about), f"{name} {read():g}"]
-        return "\n".join(lines) + "\n"
-
-
-class Histogram:
-    """Counts of values up to each bound, their number and their sum."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
-
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def lines(self, name: str, labels: Labels = ()) -> list[str]:
-        lines, total = [], 0
-        for bound, count in zip([*self.bounds, float("inf")], self.counts, strict=True):
-            total += count
-            le = "+Inf" if bound == float("inf") else f"{bound:g}"
-            lines.append(f"{name}_bucket{shown((*labels, ('le', le)))} {total}")
-        return [*lines, f"{name}_sum{shown(labels)} {self.sum:.6f}", f"{name}_count{shown(labels)} {total}"]
-
-
-def head(name: str, kind: str, about: str) -> list[str]:
-    return [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
-
-
-def shown(labels: Labels) -> str:
-    if not labels:
-        return ""
-    return "{" + ",".join(f'{key}="{escaped(value)}"' for key, value in labels) + "}"
-
-
-def escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        """All metrics in the text format, version 0.0.4."""
+        return generate_latest(self.registry).decode()

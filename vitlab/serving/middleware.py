@@ -1,17 +1,17 @@
-"""What stands before every route: Host, token, headers that keep browsers safe, errors in one shape, the counting."""
+"""Runs before every route: Host, token, headers that keep browsers safe, errors in one format, metrics."""
 
 import hmac
-import json
 import logging
 import time
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vitlab.serving.hosts import Hosts
-from vitlab.serving.limits import Refused
+from vitlab.serving.limits import RequestError
 from vitlab.serving.metrics import Metrics
-from vitlab.serving.uploads import Gone
+from vitlab.serving.uploads import ClientDisconnected
 
 log = logging.getLogger("vitlab")
 
@@ -25,16 +25,15 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-OPEN = ("/", "/docs", "/openapi.json", "/healthz")
-OPEN_FOLDER = "/page/"
-GONE = 499  # never sent: what is counted for a client that went away
+PUBLIC = ("/", "/docs", "/openapi.json", "/healthz")  # without a token
+PUBLIC_FOLDER = "/page/"
+DISCONNECTED = 499  # never sent: the status that is counted for a client that disconnected
 
 
 class SecurityMiddleware:
     """An ASGI app around the app, which decides before a byte of the body is read.
 
-    Where there is a token, everything wants it but what OPEN names; where there is none, `hosts` says which names mean
-    this server.
+    With a token, every path but the public ones requires it; without one, `hosts` decides which names are this server.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, token: str | None, hosts: Hosts | None = None) -> None:
@@ -55,48 +54,44 @@ class SecurityMiddleware:
                     headers.setdefault(name, value)
             await send(message)
 
-        if scope["method"] == "HEAD":  # the server leaves the body out; the app need not know
+        if scope["method"] == "HEAD":  # the connection leaves the body out
             scope = {**scope, "method": "GET"}
         try:
             self.check_host(scope)
             self.check_token(scope)
             await self.app(scope, receive, safe_send)
-        except Refused as refused:
-            await answer(safe_send, refused)
-        except Gone:
-            status = GONE
+        except RequestError as error:
+            await error_response(error)(scope, receive, safe_send)
+        except ClientDisconnected:
+            status = DISCONNECTED
         except Exception:
             log.exception("a request to %s failed", scope["path"])
-            if status:  # too late for another answer: let the server cut the connection
+            if status:  # too late for another answer: the connection is closed
                 raise
-            await answer(safe_send, Refused(500, "the server failed on this request; its log says why"))
+            error = RequestError(500, "the server failed on this request; see its log")
+            await error_response(error)(scope, receive, safe_send)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self.metrics.answered(route, status or GONE, time.perf_counter() - start)
+            self.metrics.count_request(route, status or DISCONNECTED, time.perf_counter() - start)
 
     def check_host(self, scope: Scope) -> None:
         if self.token is not None or self.hosts is None:
             return
-        sent = next((value for name, value in scope["headers"] if name == b"host"), None)
-        if sent is not None and not self.hosts.allows(text := sent.decode("latin-1")):  # browsers always send one
-            raise Refused(
-                421, f"this server does not go by the name '{text[:80]}'; start it with --host-name to allow it"
+        host = Headers(scope=scope).get("host")
+        if host is not None and not self.hosts.allows(host):  # browsers always send one
+            raise RequestError(
+                421, f"this server does not have the name '{host[:80]}'; start it with --host-name to allow it"
             )
 
     def check_token(self, scope: Scope) -> None:
-        if self.token is None or scope["path"] in OPEN or scope["path"].startswith(OPEN_FOLDER):
+        if self.token is None or scope["path"] in PUBLIC or scope["path"].startswith(PUBLIC_FOLDER):
             return
-        sent = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        kind, _, token = sent.partition(b" ")
+        kind, _, token = Headers(scope=scope).get("authorization", "").encode("latin-1").partition(b" ")
         same = hmac.compare_digest(token.strip(), self.token.encode())  # takes as long whatever is wrong
         if kind.lower() != b"bearer" or not same:
-            sentence = "this server wants a token: send the header 'Authorization: Bearer TOKEN'"
-            raise Refused(401, sentence, {"WWW-Authenticate": "Bearer"})
+            message = "this server requires a token: send the header 'Authorization: Bearer TOKEN'"
+            raise RequestError(401, message, {"WWW-Authenticate": "Bearer"})
 
 
-async def answer(send: Send, refused: Refused) -> None:
-    body = json.dumps({"error": refused.sentence}).encode()
-    headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **refused.headers}
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": refused.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
+def error_response(error: RequestError) -> Response:
+    return Response(error.body, error.status, error.headers, "application/json")

@@ -1,7 +1,7 @@
-"""All connections, and which of them has to go when there are too many.
+"""All open connections, and which of them is closed when there are too many.
 
-A newcomer is not refused because others hold their places: the client that has kept the server waiting longest gives
-way. Good and bad clients may share an address, a proxy's for instance, so what counts is what a connection does.
+A new client is not refused because others occupy the pool: the connection whose client has been idle longest is closed
+for it. Good and bad clients may share an address, a proxy's for instance, so what counts is what a connection does.
 """
 
 import asyncio
@@ -10,81 +10,82 @@ import time
 from collections import Counter
 from typing import Protocol
 
-STALLED = 1.0  # seconds; a shorter pause is nobody's fault
-PATIENCE = 3.0  # seconds at the door
-LOOK = 0.05  # seconds until the first at the door looks again whether somebody has stalled
-PACE = 0.005  # seconds between two requests sent ahead of their turn
+STALL_SECONDS = 1.0  # a client may be idle for that long without being closed for another
+ADMIT_SECONDS = 3.0  # that a new connection waits for room
+RECHECK_SECONDS = 0.05  # until the first in line checks again whether a connection has stalled
+PIPELINE_PAUSE = 0.005  # seconds between two pipelined requests
 
 
-class Seat(Protocol):
-    """What the table has to know of a connection."""
+class PooledConnection(Protocol):
+    """What the pool needs of a connection."""
 
     address: str
-    waits: float | None  # since when its client keeps us waiting; None while we work for it
+    idle_since: float | None  # since when the server waits for its client; None while it works for it
 
-    def drop(self) -> None: ...
+    def abort(self) -> None: ...
 
 
 class ConnectionPool:
-    """At most `most` connections; an address that holds more than half of them loses its own stalled ones first."""
+    """At most `size` connections; an address that has half of them or more loses its own stalled ones first."""
 
-    def __init__(self, most: int) -> None:
-        self.most, self.share, self.waiting = most, max(1, most // 2), 0
-        self.seats: set[Seat] = set()
-        self.held: Counter[str] = Counter()
-        self.door, self.lane = asyncio.Lock(), asyncio.Lock()
+    def __init__(self, size: int) -> None:
+        self.size, self.address_share, self.waiting = size, max(1, size // 2), 0
+        self.connections: set[PooledConnection] = set()
+        self.per_address: Counter[str] = Counter()
+        self.admission, self.pipeline = asyncio.Lock(), asyncio.Lock()
 
     @property
-    def crowded(self) -> bool:
-        """Whether as many wait as have a place."""
-        return self.waiting >= self.most
+    def is_overloaded(self) -> bool:
+        """Whether as many connections wait as have been admitted."""
+        return self.waiting >= self.size
 
-    async def enter(self, seat: Seat) -> bool:
-        """Take a place, in the order of arrival, as soon as there is one; False if there is none for too long."""
-        if self.held[seat.address] >= self.share:
-            self.shed(seat.address)
+    async def admit(self, connection: PooledConnection) -> bool:
+        """Add a connection, in the order of arrival, as soon as there is room; False if there is none for too long."""
+        if self.per_address[connection.address] >= self.address_share:
+            self.close_stalled(connection.address)
         self.waiting += 1
         try:
-            async with asyncio.timeout(PATIENCE), self.door:
-                while len(self.seats) >= self.most and not self.shed():
-                    await asyncio.sleep(LOOK)
+            async with asyncio.timeout(ADMIT_SECONDS), self.admission:
+                while len(self.connections) >= self.size and not self.close_stalled():
+                    await asyncio.sleep(RECHECK_SECONDS)
         except TimeoutError:
             return False
         finally:
             self.waiting -= 1
-        self.seats.add(seat)
-        self.held[seat.address] += 1
+        self.connections.add(connection)
+        self.per_address[connection.address] += 1
         return True
 
-    def leave(self, seat: Seat) -> None:
-        if seat not in self.seats:
-            return
-        self.seats.remove(seat)
-        self.held[seat.address] -= 1
-        if not self.held[seat.address]:
-            del self.held[seat.address]
+    def remove(self, connection: PooledConnection) -> None:
+        if connection in self.connections:
+            self.connections.remove(connection)
+            self.per_address -= Counter([connection.address])  # also removes an address with none left
 
-    def shed(self, address: str | None = None) -> bool:
-        """Close the connection that has been stalled longest, of all or of one address."""
-        found, oldest = None, time.monotonic() - STALLED
-        for seat in self.seats:
-            if seat.waits is not None and seat.waits <= oldest and address in (None, seat.address):
-                found, oldest = seat, seat.waits
-        if found is None:
+    def close_stalled(self, address: str | None = None) -> bool:
+        """Close the connection whose client has been idle longest, of all or of one address; False if none stalled."""
+        latest = time.monotonic() - STALL_SECONDS
+        stalled = [
+            one
+            for one in self.connections
+            if one.idle_since is not None and one.idle_since <= latest and address in (None, one.address)
+        ]
+        if not stalled:
             return False
-        self.leave(found)
-        found.drop()
+        oldest = min(stalled, key=lambda one: one.idle_since or latest)
+        self.remove(oldest)
+        oldest.abort()
         return True
 
-    async def turn(self, patience: float) -> bool:
-        """For a request sent ahead of its turn: one of them starts at a time, with a pause, whoever sent it.
+    async def wait_to_pipeline(self, seconds: float) -> bool:
+        """Delay a request that was sent before the previous answer: one of them starts at a time, after a pause.
 
-        Hardly anybody pipelines but those who want the server to work without reading its answers. False: it has
+        Few clients pipeline but those that make the server work without reading its answers. False: the request has
         waited too long.
         """
         try:
-            async with asyncio.timeout(patience * random.uniform(0.5, 1)), self.lane:  # who came together goes apart
-                await asyncio.sleep(PACE)
+            # clients that came together time out apart
+            async with asyncio.timeout(seconds * random.uniform(0.5, 1)), self.pipeline:
+                await asyncio.sleep(PIPELINE_PAUSE)
         except TimeoutError:
             return False
         return True

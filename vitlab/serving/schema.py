@@ -1,4 +1,4 @@
-"""The shapes of questions and answers, for the OpenAPI description."""
+"""The requests and responses of the API, for its OpenAPI description."""
 
 from typing import Any
 
@@ -6,22 +6,22 @@ from pydantic import BaseModel, Field
 
 
 class Error(BaseModel):
-    error: str = Field(description="One sentence: what is wrong, and how to mend it.")
+    error: str = Field(description="What is wrong and how to fix it.")
 
 
-class ClassShare(BaseModel):
+class ClassProbability(BaseModel):
     index: int
     name: str
     probability: float
 
 
-class Predicted(BaseModel):
+class Prediction(BaseModel):
     name: str = Field(description="The file's name, as it was sent.")
-    classes: list[ClassShare] = Field(description="The most probable classes, the first one first.")
+    classes: list[ClassProbability] = Field(description="The most probable classes, the first one first.")
 
 
 class Predictions(BaseModel):
-    images: list[Predicted] = Field(description="In the order they were sent.")
+    images: list[Prediction] = Field(description="In the order they were sent.")
 
 
 class Steps(BaseModel):
@@ -30,16 +30,16 @@ class Steps(BaseModel):
     depths: list[list[list[list[int]]]] = Field(description="(blocks, h, w, 3): tokens after each block as colors.")
 
 
-class Explained(Predicted):
-    picture: str = Field(description="What the model saw: a PNG in base64. All maps lie over it.")
+class Explanation(Prediction):
+    picture: str = Field(description="What the model saw: a PNG in base64. All maps cover the same area.")
     rollout: list[list[float]] | None = Field(description="(h, w), sums to 1: attention through all layers.")
     attention: list[list[list[list[float]]]] | None = Field(description="(L, H, h, w), each map sums to 1.")
     steps: Steps | None
     reason: str | None = Field(description="Why there is no attention, where there is none.")
 
 
-class Facts(BaseModel):
-    """The model in a few numbers; those of patches and heads are a ViT's alone."""
+class ModelInfo(BaseModel):
+    """The model and its sizes; those of patches and heads are null for a ResNet."""
 
     name: str
     kind: str
@@ -61,7 +61,7 @@ class Facts(BaseModel):
 
 class Health(BaseModel):
     status: str
-    token: bool = Field(description="Whether this server wants a token.")
+    token: bool = Field(description="Whether this server requires a token.")
 
 
 ERRORS = {

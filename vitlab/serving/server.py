@@ -1,4 +1,4 @@
-"""The process: a socket, room for its connections, and an orderly end."""
+"""The process: a socket, the limit on open files, and a clean shutdown."""
 
 import contextlib
 import errno
@@ -18,13 +18,13 @@ from vitlab.serving.connection import Connection
 from vitlab.serving.limits import Limits
 from vitlab.serving.pool import ConnectionPool
 
-DRAIN = 25  # seconds to finish what has begun, when asked to stop; orchestrators kill after 30
-FILES = 256  # open files beside the connections'
-SEND_BUFFER = 65_536  # bytes; the kernel would take megabytes of answers for a client that reads none
+DRAIN = 25  # seconds for requests in progress after a signal to stop; orchestrators kill after 30
+OTHER_FILES = 256  # open files that are not connections
+SEND_BUFFER = 65_536  # bytes; the kernel would buffer megabytes of answers for a client that reads none
 
 
 class Server(uvicorn.Server):
-    """Says when it listens and when it is asked to stop; exits with 0, where uvicorn would die of the signal."""
+    """Calls back when it listens and when a signal stops it; exits with 0, where uvicorn raises the signal again."""
 
     def __init__(self, config: uvicorn.Config, on_start: Callable[[], None], on_stop: Callable[[], None]) -> None:
         super().__init__(config)
@@ -33,48 +33,48 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         gc.collect()
-        gc.freeze()  # what is here stays: looking through all of torch again would stop everybody for 0.2 s at a time
+        gc.freeze()  # what is loaded stays: a collection over all of torch would stop every request for 0.2 s
         if self.started:
             self.on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            self.force_exit = True  # asked twice: at once
+            self.force_exit = True  # the second signal ends it at once
         self.should_exit = True
         self.on_stop()
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The socket, taken before the model is loaded, so that a port in use is reported at once."""
+    """Bind the socket; before the model is loaded, so that a port in use is reported at once."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        taken = socket.socket(family, kind, proto)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # its connections inherit it
-        taken.bind(address)
+        sock = socket.socket(family, kind, proto)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # its connections inherit it
+        sock.bind(address)
     except OSError as error:
-        taken_already = error.errno == errno.EADDRINUSE
-        reason = "it is in use" if taken_already else str(error.strerror or error)
-        option = "--port" if taken_already or error.errno == errno.EACCES else "--host"
+        in_use = error.errno == errno.EADDRINUSE
+        reason = "it is in use" if in_use else str(error.strerror or error)
+        option = "--port" if in_use or error.errno == errno.EACCES else "--host"
         raise UserError(f"cannot listen on {host} port {port}: {reason}; choose another with {option}") from None
-    return taken
+    return sock
 
 
-def room(connections: int) -> int:
-    """As many connections as wanted, or as this process may have files open."""
+def available_connections(connections: int) -> int:
+    """Raise the limit on open files for so many connections; return how many of them it allows."""
     try:
         import resource
     except ImportError:  # not a Unix
         return connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * connections + FILES  # as many again may wait for a place
+    wanted = 2 * connections + OTHER_FILES  # as many again may wait to be admitted
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return connections
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    with contextlib.suppress(OSError, ValueError):  # some systems have another limit, which they do not name
+    with contextlib.suppress(OSError, ValueError):  # some systems have another limit, which they do not report
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return min(connections, max(1, (soft - FILES) // 2, soft // 4))
+    return min(connections, max(1, (soft - OTHER_FILES) // 2, soft // 4))
 
 
 def serve(
@@ -84,14 +84,14 @@ def serve(
     on_start: Callable[[], None],
     on_stop: Callable[[], None],
 ) -> None:
-    """Until SIGTERM or Ctrl-C; then what has begun is finished, for at most DRAIN seconds."""
-    Image.MAX_IMAGE_PIXELS = limits.max_pixels  # Pillow's own guard stands at twice this
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # and ours, at this, refuses
+    """Serve until SIGTERM or Ctrl-C; then requests in progress are finished, for at most DRAIN seconds."""
+    Image.MAX_IMAGE_PIXELS = limits.max_pixels  # Pillow's own limit is twice this
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is lower and raises
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    table = ConnectionPool(room(limits.connections))
+    pool = ConnectionPool(available_connections(limits.connections))
     config = uvicorn.Config(
         app,
-        http=type("Limited", (Connection,), {"limits": limits, "table": table}),
+        http=type("LimitedConnection", (Connection,), {"limits": limits, "pool": pool}),
         ws="none",
         loop="asyncio",
         lifespan="on",
@@ -105,5 +105,6 @@ def serve(
 
 
 def address(sock: socket.socket) -> str:
+    """The URL of a bound socket."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,4 +1,4 @@
-"""A model with its queue, its decoders and its books: what the routes ask."""
+"""A model with its queue, its decoders and its metrics: what the routes call."""
 
 import asyncio
 import contextlib
@@ -13,16 +13,17 @@ import torch
 from fastapi import Request
 from torch import Tensor
 
+from vitlab.errors import UserError
 from vitlab.predict import Classifier
-from vitlab.serving.batcher import Batcher, Closed, Full
+from vitlab.serving.batcher import Batcher, BatcherClosed, QueueFull
 from vitlab.serving.decoding import Decoders
-from vitlab.serving.explain import describe, look
-from vitlab.serving.limits import RETRY, Ledger, Limits, Refused, check_queue
+from vitlab.serving.explain import compute_steps, steps_to_json
+from vitlab.serving.limits import Limits, MemoryBudget, RequestError, try_again
 from vitlab.serving.metrics import Metrics
-from vitlab.serving.uploads import Gone, receiving
+from vitlab.serving.uploads import ClientDisconnected, receive_uploads
 
 Result = TypeVar("Result")
-LAST_BATCH = 5.0  # seconds for the batch that is running when all requests have ended
+LAST_BATCH_SECONDS = 5.0  # for the batch that is running when all requests have ended
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Settings:
 
     name: str = "model"
     token: str | None = None
-    max_batch: int | None = None  # 64, and 16 on a CPU, where larger ones make everybody wait and nothing faster
+    max_batch: int | None = None  # 64, and 16 on a CPU, where larger batches add latency and no throughput
     max_wait: float = 0.005  # seconds
     queue: int = 256
     processes: int | None = None  # that decode; as many as cores, up to 8
@@ -39,132 +40,128 @@ class Settings:
 
 
 class Service:
-    """Answers requests; one instance lives as long as its server."""
+    """Answers requests; there is one for each server."""
 
     def __init__(self, classifier: Classifier, settings: Settings) -> None:
-        check_queue(settings.limits, settings.queue)
         self.classifier, self.settings, self.limits = classifier, settings, settings.limits
+        images, queue = self.limits.max_images, settings.queue
+        if images > queue:
+            raise UserError(f"a request of {images} images can never fit a queue of {queue}; make --queue larger")
         self.metrics = Metrics()
-        self.ledger = Ledger(self.limits.held_bytes)
+        self.budget = MemoryBudget(self.limits.total_bytes)
         processes = settings.processes or min(8, os.cpu_count() or 1)
         self.decoders = Decoders(classifier.model.config.image_size, classifier.preprocess, self.limits, processes)
         self.batcher: Batcher[Tensor, Tensor] = Batcher(
-            self._run,
+            lambda pixels: list(classifier.probabilities(torch.stack(list(pixels)))),
             max_batch=settings.max_batch or (16 if classifier.device.type == "cpu" else 64),
             max_wait=settings.max_wait,
-            queue=settings.queue,
-            watch=self.metrics.ran,
+            queue=queue,
+            on_batch=self.metrics.count_batch,
         )
         self.draining = False
-        self.metrics.gauge("vitlab_queue_length", "Images with a seat in the queue.", lambda: len(self.batcher))
-        self.metrics.gauge("vitlab_upload_bytes", "Bytes of uploads in memory.", lambda: self.ledger.held)
+        self.metrics.add_gauge("vitlab_queue_length", "Images in the queue.", lambda: len(self.batcher))
+        self.metrics.add_gauge("vitlab_upload_bytes", "Bytes of uploads in memory.", lambda: self.budget.used)
 
-    def _run(self, pixels: Sequence[Tensor]) -> Sequence[Tensor]:
-        return list(self.classifier.probabilities(torch.stack(list(pixels))))
-
-    async def warm(self) -> None:
-        """One answer of each kind, so that the first client does not pay for what torch sets up."""
+    async def warm_up(self) -> None:
+        """Run one request of each kind, so that the first client does not wait for what torch sets up."""
         await asyncio.to_thread(self.decoders.start)
         blank = torch.zeros(3, *self.classifier.model.config.image_size, dtype=torch.uint8)
         await asyncio.wrap_future(self.batcher.submit(blank))
-        await asyncio.wrap_future(self.batcher.call(lambda: look(self.classifier, blank)))
+        await asyncio.wrap_future(self.batcher.call(lambda: compute_steps(self.classifier, blank)))
 
     async def predict(self, request: Request) -> list[tuple[str, Tensor]]:
-        """Every image's name and probabilities."""
+        """Every image's name and probabilities, (K,)."""
         names, futures = await self._enqueue(request)
-        rows = await answers(request, futures)
+        rows = await gather_results(request, futures)
         return list(zip(names, rows, strict=True))
 
     async def _enqueue(self, request: Request) -> "tuple[list[str], list[Future[Tensor]]]":
-        """From a body to places in the queue; when this returns nothing holds the body any more."""
-        self.check_room()
-        async with receiving(request, self.limits, self.ledger) as uploads:
-            with refusals(), self.batcher.reserve(len(uploads)) as seats:
-                futures = seats.submit(await unless_gone(request, self.decoders.pixels(uploads)))
+        """Read and decode the body and queue its images; when this returns nothing refers to the body any more."""
+        self.check_capacity()
+        async with receive_uploads(request, self.limits, self.budget) as uploads:
+            with batcher_errors(), self.batcher.reserve(len(uploads)) as places:
+                futures = places.submit(await run_while_connected(request, self.decoders.decode(uploads)))
             return [upload.name for upload in uploads], futures
 
     async def explain(self, request: Request) -> tuple[str, Tensor, dict[str, Any]]:
-        """The one image's name and probabilities, and what there is to draw."""
-        name, pixels = await self._one(request)
-        with refusals():
-            future = self.batcher.call(lambda: look(self.classifier, pixels))
-        ((row, steps),) = await answers(request, [future])
-        return name, row, await asyncio.to_thread(describe, pixels, steps)
+        """The image's name, its probabilities, (K,), and the fields that the page draws."""
+        name, pixels = await self._receive_one(request)
+        with batcher_errors():
+            future = self.batcher.call(lambda: compute_steps(self.classifier, pixels))
+        ((row, steps),) = await gather_results(request, [future])
+        return name, row, await asyncio.to_thread(steps_to_json, pixels, steps)
 
-    async def _one(self, request: Request) -> tuple[str, Tensor]:
-        self.check_room()
-        async with receiving(request, self.limits, self.ledger) as uploads:
+    async def _receive_one(self, request: Request) -> tuple[str, Tensor]:
+        self.check_capacity()
+        async with receive_uploads(request, self.limits, self.budget) as uploads:
             if len(uploads) > 1:
-                sentence = f"one image is explained at a time, not {len(uploads)}; /v1/predict takes many"
-                raise Refused(422, sentence)
-            (pixels,) = await unless_gone(request, self.decoders.pixels(uploads))
+                message = f"one image is explained at a time, not {len(uploads)}; /v1/predict takes many"
+                raise RequestError(422, message)
+            (pixels,) = await run_while_connected(request, self.decoders.decode(uploads))
             return uploads[0].name, pixels
 
-    def check_room(self) -> None:
-        """A busy or stopping server says so before it reads a body."""
-        if self.draining:
-            raise Refused(503, "the server is stopping", RETRY)
-        if len(self.batcher) >= self.batcher.queue:
-            raise busy()
+    def check_capacity(self) -> None:
+        """Refuse a request before its body is read where the server is stopping or the queue is full."""
+        with batcher_errors():
+            if self.draining:
+                raise BatcherClosed
+            if len(self.batcher) >= self.batcher.queue:
+                raise QueueFull
 
-    def top(self, row: Tensor, k: int) -> list[dict[str, Any]]:
-        shares, places = row.topk(min(k, len(row)))
+    def top_classes(self, row: Tensor, k: int) -> list[dict[str, Any]]:
+        probabilities, indices = row.topk(min(k, len(row)))
         labels = self.classifier.labels
         return [
-            {"index": place, "name": labels[place], "probability": share}
-            for share, place in zip(shares.tolist(), places.tolist(), strict=True)
+            {"index": index, "name": labels[index], "probability": probability}
+            for probability, index in zip(probabilities.tolist(), indices.tolist(), strict=True)
         ]
 
     def close(self) -> None:
         self.draining = True
-        self.batcher.close(LAST_BATCH)
+        self.batcher.close(LAST_BATCH_SECONDS)
         self.decoders.close()
 
 
-def busy() -> Refused:
-    return Refused(503, "the queue is full; try again in a moment", RETRY)
-
-
 @contextlib.contextmanager
-def refusals() -> Iterator[None]:
-    """What the batcher will not take, as answers."""
+def batcher_errors() -> Iterator[None]:
+    """Turn what the batcher raises into answers."""
     try:
         yield
-    except Full:
-        raise busy() from None
-    except Closed:
-        raise Refused(503, "the server is stopping", RETRY) from None
+    except QueueFull:
+        raise try_again("the queue is full; try again in a moment") from None
+    except BatcherClosed:
+        raise try_again("the server is stopping") from None
 
 
-async def answers(request: Request, futures: "Sequence[Future[Result]]") -> list[Result]:
-    """The futures' results; if the client goes away first, they are cancelled and cost nothing more."""
+async def gather_results(request: Request, futures: "Sequence[Future[Result]]") -> list[Result]:
+    """The futures' results; if the client disconnects first, they are cancelled and cost nothing more."""
 
-    async def gathered() -> list[Result]:
+    async def gather() -> list[Result]:
         return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
 
     try:
-        return await unless_gone(request, gathered())
-    except (Gone, Refused):
+        return await run_while_connected(request, gather())
+    except ClientDisconnected:
         raise
     except Exception:  # the batcher has logged it, once for all of its batch
-        raise Refused(500, "the model failed on this batch; the server's log says why") from None
+        raise RequestError(500, "the model failed on this batch; see the server's log") from None
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of some work, which is cancelled if the client goes away first."""
+async def run_while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of some work, which is cancelled if the client disconnects first."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(disconnected(request))
-    gone.add_done_callback(lambda _: task.cancel())
+    disconnect = asyncio.ensure_future(wait_for_disconnect(request))
+    disconnect.add_done_callback(lambda _: task.cancel())
     try:
         return await task
     except asyncio.CancelledError:
-        if gone.done() and not gone.cancelled():
-            raise Gone from None
+        if disconnect.done() and not disconnect.cancelled():
+            raise ClientDisconnected from None
         raise
     finally:
-        gone.cancel()
+        disconnect.cancel()
 
 
-async def disconnected(request: Request) -> None:
+async def wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""A request's body as it arrives: counted, timed, and cut into its images; no more is ever held than allowed."""
+"""A request's body as it arrives: counted, timed, and split into its images; never more than allowed is in memory."""
 
 import asyncio
 import contextlib
@@ -11,10 +11,10 @@ from fastapi import Request
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from vitlab.serving.limits import LEAST_RATE, Ledger, Limits, Refused, short
+from vitlab.serving.limits import CLOSE, MIN_RATE, Limits, MemoryBudget, RequestError, short_number
 
 FIELD = "image"
-MOST_NAME = 200  # characters of a file's name that are kept
+MAX_NAME = 200  # characters of a file's name that are kept
 HOW = "send images as multipart/form-data in fields called 'image', or one image as the body with Content-Type image/*"
 
 
@@ -26,74 +26,73 @@ class Upload:
     data: bytearray = field(default_factory=bytearray)
 
 
-class Gone(Exception):
-    """The client went away."""
+class ClientDisconnected(Exception):
+    """The client closed the connection before its answer."""
 
 
 @contextlib.asynccontextmanager
-async def receiving(request: Request, limits: Limits, ledger: Ledger) -> AsyncIterator[list[Upload]]:
-    """The images of a request; their bytes are on the ledger until the block ends."""
+async def receive_uploads(request: Request, limits: Limits, budget: MemoryBudget) -> AsyncIterator[list[Upload]]:
+    """Read the images of a request; their bytes count against the budget until the block ends."""
     kind, options = parse_options_header(request.headers.get("content-type"))
-    form = kind == b"multipart/form-data"
-    if not (form or kind.startswith(b"image/") or kind == b"application/octet-stream"):
-        said = kind.decode("latin-1") or "none"
-        raise Refused(415, f"Content-Type '{said[:80]}' holds no image; {HOW}")
+    is_form = kind == b"multipart/form-data"
+    if not (is_form or kind.startswith(b"image/") or kind == b"application/octet-stream"):
+        sent = kind.decode("latin-1") or "none"
+        raise RequestError(415, f"Content-Type '{sent[:80]}' holds no image; {HOW}")
     check_length(request, limits)
-    parts = Parts(options.get(b"boundary", b""), limits) if form else Whole()
-    held = 0
+    body = MultipartBody(options.get(b"boundary", b""), limits) if is_form else SingleBody()
+    received = 0
     try:
-        async for chunk in chunks(request, limits):
-            ledger.take(len(chunk))
-            held += len(chunk)
-            if held > limits.max_bytes:
+        async for chunk in receive_chunks(request, limits):
+            budget.acquire(len(chunk))
+            received += len(chunk)
+            if received > limits.max_bytes:
                 raise too_large(limits)
-            parts.write(chunk)
-        uploads = parts.finish()
+            body.write(chunk)
+        uploads = body.finish()
         for upload in uploads:
             if not upload.data:
-                raise Refused(422, f"'{upload.name}' is empty: 0 bytes")
+                raise RequestError(422, f"'{upload.name}' is empty: 0 bytes")
         yield uploads
     finally:
-        ledger.give(held)
+        budget.release(received)
 
 
 def check_length(request: Request, limits: Limits) -> None:
-    """What says it is too large is refused before a byte of it is read."""
+    """Refuse a body whose Content-Length is too large before a byte of it is read."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limits.max_bytes:
         raise too_large(limits)
 
 
-def too_large(limits: Limits) -> Refused:
-    return Refused(
-        413, f"the request is larger than the {short(limits.max_bytes)}B that are allowed; send less at a time"
-    )
+def too_large(limits: Limits) -> RequestError:
+    allowed = short_number(limits.max_bytes)
+    return RequestError(413, f"the request is larger than the {allowed}B that are allowed; send less at a time")
 
 
-async def chunks(request: Request, limits: Limits) -> AsyncIterator[bytes]:
-    """The body piece by piece; it has to arrive in time, to keep arriving, and not to dribble."""
-    start, taken, more = time.monotonic(), 0, True
-    grace = limits.grace_seconds * random.uniform(1, 1.5)  # clients that came together are not dismissed together
+async def receive_chunks(request: Request, limits: Limits) -> AsyncIterator[bytes]:
+    """The body piece by piece; 408 where it does not arrive in time, stops, or arrives too slowly."""
+    start, received, more = time.monotonic(), 0, True
+    grace = limits.grace_seconds * random.uniform(1, 1.5)  # clients that came together are not refused together
     while more:
         idle, late = time.monotonic() + limits.idle_seconds, start + limits.body_seconds
-        slow = start + max(grace, taken / LEAST_RATE)
+        slow = start + max(grace, received / MIN_RATE)
         try:
             async with asyncio.timeout(max(0.0, min(idle, late, slow) - time.monotonic())):
                 message = await request.receive()
         except TimeoutError:
-            sentence = f"the body did not arrive within {limits.body_seconds:g} s, or stood still for a third of that"
+            reason = f"the body did not arrive within {limits.body_seconds:g} s, or stopped for a third of that"
             if slow < min(idle, late):
-                sentence = f"the body arrives too slowly; send at least {short(LEAST_RATE)}B a second"
-            raise Refused(408, sentence, {"Connection": "close"}) from None
+                reason = f"the body arrives too slowly; send at least {short_number(MIN_RATE)}B a second"
+            raise RequestError(408, reason, CLOSE) from None
         if message["type"] == "http.disconnect":
-            raise Gone
+            raise ClientDisconnected
         more = message.get("more_body", False)
         if body := message.get("body", b""):
-            taken += len(body)
+            received += len(body)
             yield body
 
 
-class Whole:
+class SingleBody:
     """A body that is one image."""
 
     def __init__(self) -> None:
@@ -106,12 +105,12 @@ class Whole:
         return [self.upload]
 
 
-class Parts:
+class MultipartBody:
     """A multipart body: every part must be an image, and there is a limit on how many."""
 
     def __init__(self, boundary: bytes, limits: Limits) -> None:
         if not boundary:
-            raise Refused(422, "multipart/form-data without a boundary in its Content-Type")
+            raise RequestError(422, "multipart/form-data without a boundary in its Content-Type")
         self.limits = limits
         self.uploads: list[Upload] = []
         self.header = self.value = self.disposition = b""
@@ -120,13 +119,13 @@ class Parts:
             self.parser = MultipartParser(
                 boundary,
                 {
-                    "on_part_begin": self.part_begins,
-                    "on_header_field": self.header_name,
-                    "on_header_value": self.header_value,
-                    "on_header_end": self.header_ends,
-                    "on_headers_finished": self.headers_end,
-                    "on_part_data": self.data,
-                    "on_end": self.ends,
+                    "on_part_begin": self.on_part_begin,
+                    "on_header_field": self.on_header_field,
+                    "on_header_value": self.on_header_value,
+                    "on_header_end": self.on_header_end,
+                    "on_headers_finished": self.on_headers_finished,
+                    "on_part_data": self.on_part_data,
+                    "on_end": self.on_end,
                 },
             )
 
@@ -136,41 +135,41 @@ class Parts:
 
     def finish(self) -> list[Upload]:
         if not self.ended:
-            raise Refused(422, "the multipart body ends before its last boundary")
+            raise RequestError(422, "the multipart body ends before its last boundary")
         if not self.uploads:
-            raise Refused(422, f"the request holds no image; {HOW}")
+            raise RequestError(422, f"the request holds no image; {HOW}")
         return self.uploads
 
-    # ---- what the parser calls
+    # ---- callbacks of the parser
 
-    def part_begins(self) -> None:
-        if len(self.uploads) == self.limits.max_images:
-            raise Refused(413, f"more than {self.limits.max_images} parts in a request; send fewer images at a time")
+    def on_part_begin(self) -> None:
+        most = self.limits.max_images
+        if len(self.uploads) == most:
+            raise RequestError(413, f"more than {most} parts in a request; send fewer images at a time")
         self.disposition = b""
 
-    def header_name(self, data: bytes, start: int, end: int) -> None:
+    def on_header_field(self, data: bytes, start: int, end: int) -> None:
         self.header += data[start:end]
 
-    def header_value(self, data: bytes, start: int, end: int) -> None:
+    def on_header_value(self, data: bytes, start: int, end: int) -> None:
         self.value += data[start:end]
 
-    def header_ends(self) -> None:
+    def on_header_end(self) -> None:
         if self.header.lower() == b"content-disposition":
             self.disposition = self.value
         self.header = self.value = b""
 
-    def headers_end(self) -> None:
-        _, options = parse_options_header(self.disposition)
-        name = text(options.get(b"name", b""))
+    def on_headers_finished(self) -> None:
+        options = parse_options_header(self.disposition)[1]
+        name, filename = (options.get(key, b"").decode("utf-8", "replace") for key in (b"name", b"filename"))
         if name != FIELD:
-            raise Refused(422, f"there is a field '{name[:80]}' in the form; images go into fields called '{FIELD}'")
-        default = f"{FIELD} {len(self.uploads) + 1}"
-        self.uploads.append(Upload(text(options.get(b"filename", b""))[:MOST_NAME] or default))
+            raise RequestError(422, f"the form has a field '{name[:80]}'; images go into fields called '{FIELD}'")
+        self.uploads.append(Upload(filename[:MAX_NAME] or f"{FIELD} {len(self.uploads) + 1}"))
 
-    def data(self, data: bytes, start: int, end: int) -> None:
+    def on_part_data(self, data: bytes, start: int, end: int) -> None:
         self.uploads[-1].data += data[start:end]
 
-    def ends(self) -> None:
+    def on_end(self) -> None:
         self.ended = True
 
 
@@ -179,8 +178,4 @@ def multipart_errors() -> Iterator[None]:
     try:
         yield
     except FormParserError as error:
-        raise Refused(422, f"the multipart body cannot be read: {error}") from None
-
-
-def text(value: bytes) -> str:
-    return value.decode("utf-8", "replace")
+        raise RequestError(422, f"the multipart body cannot be read: {error}") from None

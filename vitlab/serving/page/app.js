@@ -1,17 +1,17 @@
-// The page: a picture goes to the server, its answer is shown. Nothing is kept but the last answer and the token.
+// The page: sends a picture to the server and shows the answer. It stores nothing but the last answer and the token.
 
 import { overlay, scale } from "/page/draw.js";
+import { element, percent, shortNumber } from "/page/format.js";
 import { sample } from "/page/sample.js";
-import { mean, walk } from "/page/walk.js";
-import { element, percent, short } from "/page/words.js";
+import { mean, showSteps } from "/page/steps.js";
 
 const at = (id) => document.getElementById(id);
-const state = { model: null, token: "", asked: null, told: null, picture: null };
-const SHOWN = 5; // classes
+const state = { model: null, token: "", pending: null, answer: null, picture: null };
+const SHOWN_CLASSES = 5;
 
-// ---- talking to the server
+// ---- requests
 
-class Unauthorised extends Error {}
+class Unauthorized extends Error {}
 
 async function ask(path, options = {}) {
   const headers = { ...options.headers };
@@ -23,29 +23,29 @@ async function ask(path, options = {}) {
     if (error.name === "AbortError") throw error;
     throw new Error("The server does not answer. Is it still running?");
   }
-  const told = await response.json().catch(() => ({}));
-  if (response.status === 401) throw new Unauthorised("That is not the token this server asks for.");
-  if (!response.ok) throw new Error(sentence(told.error || `The server answered with status ${response.status}`));
-  return told;
+  const answer = await response.json().catch(() => ({}));
+  if (response.status === 401) throw new Unauthorized("That is not this server's token.");
+  if (!response.ok) throw new Error(capitalize(answer.error || `The server answered with status ${response.status}`));
+  return answer;
 }
 
-const sentence = (words) => words[0].toUpperCase() + words.slice(1) + (/[.!?]$/.test(words) ? "" : ".");
+const capitalize = (text) => text[0].toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
 
 async function start() {
   try {
     const health = await ask("/healthz");
     if (health.token && !state.token) return askToken();
-    await meet();
+    await loadModel();
   } catch (error) {
     fail(error);
   }
 }
 
-async function meet() {
+async function loadModel() {
   const model = await ask("/v1/model");
   state.model = model;
   const size = model.image_size.join(" × ");
-  const facts = [model.name, `${short(model.parameters)} parameters`, `${model.classes.toLocaleString("en")} classes`, `${size} pixels`];
+  const facts = [model.name, `${shortNumber(model.parameters)} parameters`, `${model.classes.toLocaleString("en")} classes`, `${size} pixels`];
   at("model").textContent = facts.join(" · ");
   document.title = `${model.name} · vitlab`;
   at("token").hidden = true;
@@ -61,7 +61,7 @@ function askToken() {
 function fail(error) {
   if (error.name === "AbortError") return;
   document.body.classList.remove("busy");
-  if (error instanceof Unauthorised) {
+  if (error instanceof Unauthorized) {
     state.token = "";
     askToken();
   }
@@ -74,54 +74,54 @@ function fail(error) {
 
 async function show(file) {
   if (!file || !state.model) return;
-  state.asked?.abort();
-  const asked = (state.asked = new AbortController());
+  state.pending?.abort();
+  const pending = (state.pending = new AbortController());
   at("error").hidden = true;
   try {
     if (file.size > state.model.max_bytes) {
-      throw new Error(`${file.name} has ${short(file.size)}B; this server takes up to ${short(state.model.max_bytes)}B.`);
+      throw new Error(`${file.name} has ${shortNumber(file.size)}B; this server takes up to ${shortNumber(state.model.max_bytes)}B.`);
     }
     document.body.classList.add("busy");
     at("status").textContent = `Looking at ${file.name} …`;
     const form = new FormData();
     form.append("image", file, file.name || "pasted picture");
-    const begun = performance.now();
-    const told = await ask(`/v1/explain?top_k=${SHOWN}`, { method: "POST", body: form, signal: asked.signal });
-    const picture = await decoded(told.picture);
-    if (asked.signal.aborted) return;
-    Object.assign(state, { told, picture });
-    present(Math.round(performance.now() - begun));
+    const start = performance.now();
+    const answer = await ask(`/v1/explain?top_k=${SHOWN_CLASSES}`, { method: "POST", body: form, signal: pending.signal });
+    const picture = await decodePicture(answer.picture);
+    if (pending.signal.aborted) return;
+    Object.assign(state, { answer, picture });
+    showAnswer(Math.round(performance.now() - start));
   } catch (error) {
-    if (state.asked === asked) fail(error);
+    if (state.pending === pending) fail(error);
   }
 }
 
-function decoded(base64) {
+function decodePicture(base64) {
   const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
   return createImageBitmap(new Blob([bytes], { type: "image/png" }));
 }
 
-function present(milliseconds) {
-  const { model, told, picture } = state;
-  const [top] = told.classes;
+function showAnswer(milliseconds) {
+  const { model, answer, picture } = state;
+  const [top] = answer.classes;
   document.body.classList.remove("busy");
   document.body.classList.add("has-result");
   at("result").hidden = false;
-  at("status").textContent = `${told.name}: ${top.name}, ${percent(top.probability)}.`;
+  at("status").textContent = `${answer.name}: ${top.name}, ${percent(top.probability)}.`;
   at("top-class").textContent = top.name;
   at("top-probability").textContent = percent(top.probability);
   at("top-probability").dataset.value = top.probability;
-  at("bars").replaceChildren(...told.classes.map(bar));
-  at("footnote").textContent = `${told.name}, answered in ${milliseconds.toLocaleString("en")} ms.`;
-  const explained = told.attention !== null;
+  at("bars").replaceChildren(...answer.classes.map(bar));
+  at("footnote").textContent = `${answer.name}, answered in ${milliseconds.toLocaleString("en")} ms.`;
+  const explained = answer.attention !== null;
   for (const id of ["controls", "legend", "walk"]) at(id).hidden = !explained;
   at("look-title").textContent = explained ? "Where it looks" : "What it sees";
   if (explained) {
-    at("layer").max = told.attention.length;
-    at("head").max = told.attention[0].length;
-    walk(at("steps"), model, told, picture);
+    at("layer").max = answer.attention.length;
+    at("head").max = answer.attention[0].length;
+    showSteps(at("steps"), model, answer, picture);
   }
-  look();
+  showAttention();
 }
 
 function bar({ name, probability }) {
@@ -132,47 +132,47 @@ function bar({ name, probability }) {
   return element("li", { className: "bar" }, ...words, track);
 }
 
-// ---- where it looks
+// ---- attention
 
-function look() {
-  const { told, picture } = state;
-  if (!told) return;
-  const map = told.attention && chosen();
+function showAttention() {
+  const { answer, picture } = state;
+  if (!answer) return;
+  const map = answer.attention && selectedMap();
   overlay(at("overlay"), picture, map, at("strength").value / 100);
   if (!map) {
     at("overlay").setAttribute("aria-label", "The picture as the model sees it.");
-    at("look-words").textContent = told.reason;
+    at("look-words").textContent = answer.reason;
     return;
   }
-  const words = describe(map);
+  const words = describeMap(map);
   at("overlay").setAttribute("aria-label", `The picture with ${words}`);
   at("look-words").textContent = words[0].toUpperCase() + words.slice(1);
 }
 
-function chosen() {
-  const { told } = state;
+function selectedMap() {
+  const { answer } = state;
   const [layer, head] = [Number(at("layer").value), Number(at("head").value)];
   at("head").disabled = layer === 0;
-  say("layer", layer === 0 ? "all layers (rollout)" : layerName(layer));
-  say("head", layer === 0 || head === 0 ? "mean of heads" : `${head} of ${told.attention[0].length}`);
-  say("strength", `${at("strength").value} %`);
-  if (layer === 0) return told.rollout;
-  return head === 0 ? mean(told.attention[layer - 1]) : told.attention[layer - 1][head - 1];
+  setOutput("layer", layer === 0 ? "all layers (rollout)" : layerName(layer));
+  setOutput("head", layer === 0 || head === 0 ? "mean of heads" : `${head} of ${answer.attention[0].length}`);
+  setOutput("strength", `${at("strength").value} %`);
+  if (layer === 0) return answer.rollout;
+  return head === 0 ? mean(answer.attention[layer - 1]) : answer.attention[layer - 1][head - 1];
 }
 
 function layerName(layer) {
-  const { model, told } = state;
-  if (!model.axial) return `${layer} of ${told.attention.length}`;
+  const { model, answer } = state;
+  if (!model.axial) return `${layer} of ${answer.attention.length}`;
   return `block ${Math.ceil(layer / 2)}, ${layer % 2 ? "rows" : "columns"}`;
 }
 
-function say(id, words) {
+function setOutput(id, words) {
   at(`${id}-word`).textContent = words;
   at(id).setAttribute("aria-valuetext", words);
 }
 
-// The map in words, for those who do not see it.
-function describe(map) {
+// The map as text, for screen readers.
+function describeMap(map) {
   const cells = map.flatMap((row, y) => row.map((value, x) => ({ value, x, y }))).sort((a, b) => b.value - a.value);
   const { x, y } = cells[0];
   const tenth = Math.max(1, Math.round(cells.length / 10));
@@ -182,9 +182,9 @@ function describe(map) {
   return `the most attention in row ${y + 1}, column ${x + 1} of ${grid}; ${most} ${percent(held)} of it.`;
 }
 
-// ---- what people do
+// ---- events
 
-for (const id of ["layer", "head", "strength"]) at(id).addEventListener("input", look);
+for (const id of ["layer", "head", "strength"]) at(id).addEventListener("input", showAttention);
 at("file").addEventListener("change", (event) => {
   show(event.target.files[0]);
   event.target.value = ""; // so that the same file can be chosen again
@@ -198,7 +198,7 @@ at("token").addEventListener("submit", (event) => {
   start();
 });
 
-let entered = 0; // dragging over a child leaves its parent, so count
+let entered = 0; // dragging over a child leaves its parent, so they are counted
 addEventListener("dragenter", () => document.body.classList.toggle("dragging", ++entered > 0));
 addEventListener("dragleave", () => document.body.classList.toggle("dragging", --entered > 0));
 addEventListener("dragover", (event) => event.preventDefault());
@@ -206,16 +206,16 @@ addEventListener("drop", (event) => {
   event.preventDefault();
   entered = 0;
   document.body.classList.remove("dragging");
-  picked(event.dataTransfer);
+  showFirst(event.dataTransfer);
 });
 addEventListener("paste", (event) => {
-  if (event.clipboardData.files.length) picked(event.clipboardData);
+  if (event.clipboardData.files.length) showFirst(event.clipboardData);
 });
 
-function picked(data) {
+function showFirst(data) {
   const file = [...data.files].find((one) => one.type.startsWith("image/")) ?? data.files[0];
   if (file) show(file);
-  else fail(new Error("That is no file. Drop a picture from a folder, or save it first."));
+  else fail(new Error("That is not a file. Drop a picture from a folder, or save it first."));
 }
 
 scale(at("scale"));

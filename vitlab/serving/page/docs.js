@@ -1,30 +1,30 @@
 // The description of the API, listed from openapi.json.
 
-import { element } from "/page/words.js";
+import { element } from "/page/format.js";
 
-const described = await (await fetch("/openapi.json")).json();
+const description = await (await fetch("/openapi.json")).json();
 
 function route(path, verb, { summary, parameters = [], requestBody, responses }) {
   const title = element("h2", {}, element("code", {}, element("span", { className: "verb" }, verb.toUpperCase()), ` ${path}`));
   const card = element("section", { className: "card route" }, title, element("p", {}, summary));
   card.append(element("code", { className: "example" }, example(path, requestBody)));
   const list = element("dl", {});
-  for (const one of parameters) add(list, `?${one.name}`, `${one.schema.type}, ${one.schema.default} unless told. ${one.description ?? ""}`);
+  for (const one of parameters) addEntry(list, `?${one.name}`, `${one.schema.type}, default ${one.schema.default}. ${one.description ?? ""}`);
   if (requestBody) {
     const most = requestBody.content["multipart/form-data"].schema.properties.image.maxItems;
-    add(list, "body", most > 1 ? `a form with up to ${most} fields called image, or one image as it is` : "a form with one field called image, or the image as it is");
+    addEntry(list, "body", most > 1 ? `a form with up to ${most} fields called image, or one image as the body` : "a form with one field called image, or the image as the body");
   }
-  for (const [status, one] of Object.entries(responses)) add(list, status, one.description);
+  for (const [status, one] of Object.entries(responses)) addEntry(list, status, one.description);
   card.append(list);
   return card;
 }
 
-function add(list, term, words) {
-  list.append(element("dt", {}, term), element("dd", {}, words));
+function addEntry(list, term, text) {
+  list.append(element("dt", {}, term), element("dd", {}, text));
 }
 
 const example = (path, takesBody) => `curl ${takesBody ? "-F image=@photo.jpg " : ""}${location.origin}${path}`;
 
-for (const [path, verbs] of Object.entries(described.paths)) {
+for (const [path, verbs] of Object.entries(description.paths)) {
   for (const [verb, about] of Object.entries(verbs)) document.getElementById("routes").append(route(path, verb, about));
 }

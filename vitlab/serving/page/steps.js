@@ -1,10 +1,10 @@
-// The five steps as a walk, each with a picture made from the numbers of this very image and a word to it.
+// The five steps from pixels to classes, each with a drawing of this picture's numbers and a short text.
 
 import { colors, heat, patches } from "/page/draw.js";
-import { element, percent } from "/page/words.js";
+import { element, percent } from "/page/format.js";
 
-export function walk(list, model, told, picture) {
-  const steps = [cut(model, picture), tokens(model, told), positions(model, told), depths(model, told), answer(model, told)];
+export function showSteps(list, model, answer, picture) {
+  const steps = [cut(model, picture), tokens(model, answer), positions(model, answer), depths(model, answer), classes(model, answer)];
   list.replaceChildren(...steps.map((step, i) => card(i + 1, step)));
 }
 
@@ -14,7 +14,7 @@ function card(number, { title, words, shape, shown, wide, label }) {
   if (shown instanceof HTMLCanvasElement) shown.classList.add("one");
   const head = element("h3", {}, title);
   head.dataset.number = number;
-  const paragraphs = [...words.map((word) => element("p", {}, word)), element("p", { className: "shape" }, shape)];
+  const paragraphs = [...words.map((text) => element("p", {}, text)), element("p", { className: "shape" }, shape)];
   const text = element("div", { className: "words" }, ...paragraphs);
   const parts = wide ? [text, shown] : [shown, text];
   return element("li", { className: wide ? "card step wide" : "card step" }, head, ...parts);
@@ -25,13 +25,13 @@ function card(number, { title, words, shape, shown, wide, label }) {
 function cut(model, picture) {
   const [h, w] = model.grid;
   const [height, width] = model.image_size;
-  const stem = model.stem ? "A small convolutional network looks at the picture first and condenses it; what follows works on its map. " : "";
+  const stem = model.stem ? "A small convolutional network reduces the picture to a feature map first; the patches are cut from that map. " : "";
   const inside = model.stem ? "" : ` → ${h * w} patches × ${model.patch * model.patch * 3} numbers`;
   return {
     title: "The picture is cut into patches",
     words: [
-      `${stem}To the model a picture is a sentence of patches: ${h} rows of ${w}, ${h * w} in all, each ${model.patch} × ${model.patch} pixels. ` +
-        "It has to find out by itself which of them belong together.",
+      `${stem}To the model a picture is a sequence of patches: ${h} rows of ${w}, ${h * w} in all, each ${model.patch} × ${model.patch} pixels. ` +
+        "It has to learn which of them belong together.",
     ],
     shape: `${height} × ${width} pixels × 3 colors${inside}`,
     shown: patches(picture, h, w),
@@ -41,68 +41,68 @@ function cut(model, picture) {
 
 // ---- 2
 
-function tokens(model, told) {
+function tokens(model, answer) {
   const [h, w] = model.grid;
   return {
     title: "Each patch becomes a token",
     words: [
       `One matrix, the same for all patches, turns each of them into a token: a list of ${model.width} numbers. ` +
-        "Here every list is shown as one color, so patches that are alike to the model have like colors.",
+        "Here every list is shown as one color, so patches that are similar to the model have similar colors.",
     ],
     shape: `${h * w} tokens × ${model.width} numbers`,
-    shown: colors(told.steps.tokens),
-    label: "The tokens as a grid of colors: like colors mean like tokens.",
+    shown: colors(answer.steps.tokens),
+    label: "The tokens as a grid of colors: similar colors mean similar tokens.",
   };
 }
 
 // ---- 3
 
 const POSITIONS = {
-  "1d": "So a learned position is added to each token. Nobody told the model that the patches form a grid; where the colors run smoothly, it has found out.",
+  "1d": "So a learned position is added to each token. The model was not given the grid; where the colors change smoothly, it has learned it.",
   "2d": "So a learned row and a learned column are added to each token.",
-  sinusoidal: "So a fixed pattern of waves is added to each token, a different one for every place.",
-  relative: "This model adds nothing to the tokens; instead each layer knows how far apart any two of them are.",
-  none: "This model is not told: it sees a bag of patches, whatever their order.",
+  sinusoidal: "So a fixed pattern of waves is added to each token, a different one for every position.",
+  relative: "This model adds nothing to the tokens; instead the attention of each layer depends on how far apart any two of them are.",
+  none: "This model gets no positions: it sees a set of patches without an order.",
 };
 
-function positions(model, told) {
+function positions(model, answer) {
   const [h, w] = model.grid;
   const extra = model.pool === "token";
   const words = [`A list of tokens has no left and right, no above and below. ${POSITIONS[model.positions]}`];
   if (extra) {
-    words.push("One more token goes in front: the class token. It has no patch of its own; it is there to collect the answer.");
+    words.push("One more token goes in front: the class token. It has no patch of its own; it collects what the answer needs.");
   }
-  const grid = told.steps.positions;
+  const grid = answer.steps.positions;
   return {
-    title: "Each token is told its place",
+    title: "Each token gets its position",
     words,
     shape: `${h * w}${extra ? " + 1" : ""} tokens × ${model.width} numbers`,
     shown: grid ? colors(grid) : nothing("no positions are added here"),
-    label: grid ? "The positions as a grid of colors: like colors mean like positions." : "No positions are added.",
+    label: grid ? "The positions as a grid of colors: similar colors mean similar positions." : "No positions are added.",
   };
 }
 
-const nothing = (word) => element("p", { className: "small" }, word);
+const nothing = (text) => element("p", { className: "small" }, text);
 
 // ---- 4
 
-function depths(model, told) {
-  const blocks = told.steps.depths.length;
-  const each = told.attention.length / blocks; // two attention maps a block where rows and columns take turns
+function depths(model, answer) {
+  const blocks = answer.steps.depths.length;
+  const each = answer.attention.length / blocks; // two attention maps a block where rows and columns take turns
   const who = model.pool === "token" ? "the class token looks" : "the tokens look, on average";
   const list = element("div", { className: "depths" });
-  told.steps.depths.forEach((grid, block) => {
-    const maps = told.attention.slice(block * each, (block + 1) * each).flat();
+  answer.steps.depths.forEach((grid, block) => {
+    const maps = answer.attention.slice(block * each, (block + 1) * each).flat();
     list.append(element("div", {}, heat(mean(maps)), colors(grid), element("span", {}, `${block + 1}`)));
   });
   return {
     title: `${blocks} times over, the tokens look at each other`,
     words: [
-      `In each of ${blocks} layers every token looks at all others, takes over what it can use, and thinks about it. ` +
+      `In each of ${blocks} layers every token looks at all others (attention) and is then transformed on its own by an MLP. ` +
         `Above: where ${who} in that layer, yellow for most. Below: the tokens after it, as colors. At first they show what ` +
         "is in a patch; later, what the patch is part of.",
     ],
-    shape: `${blocks} layers × ${model.heads} heads, each a table of who looks at whom`,
+    shape: `${blocks} layers × ${model.heads} heads, each a table of which token looks at which`,
     shown: list,
     label: `For each of ${blocks} layers, a map of the attention and the tokens as colors.`,
     wide: true,
@@ -115,9 +115,9 @@ export function mean(maps) {
 
 // ---- 5
 
-function answer(model, told) {
+function classes(model, answer) {
   const who = { token: "The class token", mean: "The mean of all tokens", attention: "A last look at all tokens" }[model.pool];
-  const top = told.classes.slice(0, 3);
+  const top = answer.classes.slice(0, 3);
   const rest = Math.max(0, 1 - top.reduce((sum, one) => sum + one.probability, 0));
   const bar = element("div", { className: "shares" });
   for (const one of top) {
@@ -126,17 +126,17 @@ function answer(model, told) {
     bar.append(part);
   }
   const others = model.classes - top.length;
-  const left = others > 0 ? ` The other ${others.toLocaleString("en")} share ${percent(rest)}.` : "";
+  const left = others > 0 ? ` The other ${others.toLocaleString("en")} have ${percent(rest)} together.` : "";
   const named = top.map((one) => `“${one.name}” ${percent(one.probability)}`).join(", ");
   return {
     title: `${who} answers`,
     words: [
-      `One last matrix makes a score for each of the ${model.classes.toLocaleString("en")} classes, and the scores are turned ` +
-        `into shares of 100 %: ${named}.${left}`,
+      `One last matrix makes a score for each of the ${model.classes.toLocaleString("en")} classes, and the scores become ` +
+        `probabilities: ${named}.${left}`,
     ],
     shape: `${model.width} numbers → ${model.classes.toLocaleString("en")} scores`,
     shown: bar,
-    label: "A bar divided among the classes as their shares.",
+    label: "A bar divided among the classes by their probabilities.",
     wide: true,
   };
 }

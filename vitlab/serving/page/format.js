@@ -1,4 +1,4 @@
-// Elements and numbers, as the pages write them.
+// Elements and formatted numbers, for all pages.
 
 export function element(name, properties, ...children) {
   const made = Object.assign(document.createElement(name), properties);
@@ -12,7 +12,7 @@ export function percent(share) {
   return `${value.toFixed(value < 1 ? 2 : 1)}\u00a0%`;
 }
 
-export function short(number) {
+export function shortNumber(number) {
   for (const [factor, letter] of [[1e9, " G"], [1e6, " M"], [1e3, " k"]]) {
     if (number >= factor) return `${Number((number / factor).toPrecision(3))}${letter}`;
   }
