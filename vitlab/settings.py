@@ -51,7 +51,7 @@ class Range:
         bounds = [f"at least {self.least:,}"] if self.least > -INF else []
         bounds += [f"at most {self.most:,}"] if self.most < INF else []
         bounds += [f"below {self.below:,}"] if self.below < INF else []
-        return " and ".join(bounds)
+        return " and ".join(bounds) or "finite"
 
 
 POSITIVE, RATE = Range(above=0), Range(0, below=1)
@@ -146,7 +146,8 @@ def is_list(value: object) -> typing.TypeGuard[list[Any] | tuple[Any, ...]]:
 
 def check_types(config: Any) -> None:
     """Replace each field by its checked value (an int where a float belongs becomes one; lists become tuples)."""
-    for name, hint in annotations(type(config)).items():
+    kind: Any = type(config)
+    for name, hint in annotations(kind).items():
         object.__setattr__(config, name, check_value(getattr(config, name), hint, name))
 
 

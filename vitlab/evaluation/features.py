@@ -5,7 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vitlab.data.source import ImageSource, open_data
+from vitlab.data.open import open_data
+from vitlab.data.source import ImageSource
 from vitlab.evaluation.extract import Features, extract
 from vitlab.weights import load
 

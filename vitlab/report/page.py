@@ -10,14 +10,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from vitlab import __version__
 from vitlab.cost import Cost
 from vitlab.data.source import Data
-from vitlab.evaluation.evaluate import Evaluation, class_table
+from vitlab.evaluation.result import Evaluation
 from vitlab.models.config import ModelConfig, ResNetConfig
 from vitlab.plots.scores import COUNTED
 from vitlab.report import describe
 from vitlab.report.history import History
 from vitlab.report.images import Mistake, PageFigure
-from vitlab.settings import to_json
-from vitlab.training.recipe import Recipe
+from vitlab.training.recipe import Recipe, flat
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def templates() -> Environment:
     functions = (
         *(describe.model_name, describe.describe_model, describe.describe_recipe, describe.describe_seconds),
         *(describe.si_number, describe.percent, describe.percent_range, describe.plural),
-        *(class_table, confidence_gap, count_right, next_steps, rate_bound, setting_rows),
+        *(confidence_gap, count_right, next_steps, setting_rows),
     )
     found.globals |= {function.__name__: function for function in functions}
     return found
@@ -76,12 +75,6 @@ def count_right(scores: Evaluation) -> int:
     return int((scores.guesses == scores.labels).sum())
 
 
-def rate_bound(right: int, n: int) -> str:
-    """The 95 % bound on a rate where all or none of n are right, and resampling gives no interval."""
-    limit = 0.05 ** (1 / n)  # the rate at which all of n are right once in twenty times
-    return f"at least {describe.percent(limit)}" if right else f"at most {describe.percent(1 - limit)}"
-
-
 def confidence_gap(scores: Evaluation) -> str:
     """How the mean confidence compares with the accuracy."""
     gap = float(scores.confidence.mean()) - scores.top1.value
@@ -92,10 +85,9 @@ def confidence_gap(scores: Evaluation) -> str:
 
 def setting_rows(recipe: Recipe) -> list[tuple[str, str]]:
     """(name, value) of every setting that has a value."""
-    settings = to_json(recipe)
+    settings = flat(recipe)
     if recipe.weights is not None:
         del settings["model"]  # the weights decide
-    settings |= {f"augment: {key}": value for key, value in settings.pop("augment").items()}
     settings |= {f"preprocess: {key}": value for key, value in (settings.pop("preprocess") or {}).items()}
     return [(key, value_text(value)) for key, value in settings.items() if value is not None]
 

@@ -3,8 +3,9 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
-from vitlab.settings import check_positive
+from vitlab.settings import POSITIVE, check_types
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "AVIF")  # others on request: their headers do not show what they cost
 MIN_RATE = 1000  # bytes a second, in either direction; a client that stays slower is disconnected
@@ -34,19 +35,18 @@ def try_again(message: str, status: int = 503) -> RequestError:
 class Limits:
     """What one request may take, and all of them together."""
 
-    max_bytes: int = 20_000_000  # of a request's body
-    max_pixels: int = 50_000_000  # of an image
-    max_images: int = 16  # of a request
+    max_bytes: Annotated[int, POSITIVE, "of a request's body"] = 20_000_000
+    max_pixels: Annotated[int, POSITIVE, "of an image"] = 50_000_000
+    max_images: Annotated[int, POSITIVE, "of a request"] = 16
     formats: tuple[str, ...] = FORMATS
-    decode_seconds: int = 5  # CPU time for one image; three times as much wall-clock time
-    body_seconds: float = 30.0  # for a body to arrive; a third of it without a byte is too long as well
-    header_seconds: float = 10.0
-    answer_seconds: float = 5.0  # in which the client reads none of its answer
-    connections: int = 1024
+    decode_seconds: Annotated[int, POSITIVE, "CPU time for one image; three times as much wall-clock time"] = 5
+    body_seconds: Annotated[float, POSITIVE, "for a body to arrive; a third of it without a byte is too long"] = 30.0
+    header_seconds: Annotated[float, POSITIVE, "for a request's headers"] = 10.0
+    answer_seconds: Annotated[float, POSITIVE, "in which the client reads none of its answer"] = 5.0
+    connections: Annotated[int, POSITIVE, "at one time"] = 1024
 
     def __post_init__(self) -> None:
-        check_positive(self, "max_bytes", "max_pixels", "max_images", "decode_seconds")
-        check_positive(self, "body_seconds", "header_seconds", "answer_seconds", "connections")
+        check_types(self)
 
     @property
     def idle_seconds(self) -> float:

@@ -68,8 +68,8 @@ class SecurityMiddleware:
             log.exception("a request to %s failed", scope["path"])
             if status:  # too late for another answer: the connection is closed
                 raise
-            error = RequestError(500, "the server failed on this request; see its log")
-            await error_response(error)(scope, receive, safe_send)
+            failure = RequestError(500, "the server failed on this request; see its log")
+            await error_response(failure)(scope, receive, safe_send)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self.metrics.count_request(route, status or DISCONNECTED, time.perf_counter() - start)

@@ -7,14 +7,13 @@ checkpoints/last.new    one being written; without its state.json it is ignored
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from safetensors import SafetensorError
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from vitlab.errors import UserError
 from vitlab.files import fsync, largest_number, read_json, sha256
-from vitlab.settings import at_least, check_types, from_json
+from vitlab.settings import Range, check_types, from_json
 from vitlab.text import brief
 from vitlab.training.optim import Average
 from vitlab.training.parallel import place_like
@@ -37,19 +36,15 @@ NAMES = ("last", "last.new", "last.old", "best")
 class CheckpointMeta:
     """What a checkpoint holds beside its tensors; raises UserError for values that cannot be."""
 
-    step: int  # steps done
-    log_bytes: int  # length of log.jsonl at that step
-    micro: int  # images of a micro-batch: another size would add up in another order
-    best: float | None  # best score so far
-    world: int = 1  # world size
-    tested: bool = True  # false: a signal interrupted the test after this step
+    step: Annotated[int, Range(0), "steps done"]
+    log_bytes: Annotated[int, Range(0), "length of log.jsonl at that step"]
+    micro: Annotated[int, Range(1), "images of a micro-batch: another size would add up in another order"]
+    best: Annotated[float | None, Range(), "best score so far"]
+    world: Annotated[int, Range(1), "world size"] = 1
+    tested: Annotated[bool, "false: a signal interrupted the test after this step"] = True
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name, least in (("step", 0), ("log_bytes", 0), ("micro", 1), ("world", 1)):
-            at_least(self, name, least)
-        if self.best is not None and not math.isfinite(self.best):
-            raise UserError(f"best must be finite, not {self.best}")
 
 
 # ---- the state as one flat table of named tensors
