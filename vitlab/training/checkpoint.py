@@ -36,11 +36,11 @@ NAMES = ("last", "last.new", "last.old", "best")
 class CheckpointMeta:
     """What a checkpoint holds beside its tensors; raises UserError for values that cannot be."""
 
-    step: Annotated[int, Range(0), "steps done"]
-    log_bytes: Annotated[int, Range(0), "length of log.jsonl at that step"]
-    micro: Annotated[int, Range(1), "images of a micro-batch: another size would add up in another order"]
+    step: Annotated[int, Range(0, 2**62), "steps done"]
+    log_bytes: Annotated[int, Range(0, 2**62), "length of log.jsonl at that step"]
+    micro: Annotated[int, Range(1, 2**62), "images of a micro-batch: another size would add up in another order"]
     best: Annotated[float | None, Range(), "best score so far"]
-    world: Annotated[int, Range(1), "world size"] = 1
+    world: Annotated[int, Range(1, 2**62), "world size"] = 1
     tested: Annotated[bool, "false: a signal interrupted the test after this step"] = True
 
     def __post_init__(self) -> None:
