@@ -83,7 +83,7 @@ def test_it_says_whether_it_starts_goes_on_or_is_done(out: Path, tmp_path: Path)
 
 
 def test_another_run_in_its_place_is_left_alone(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitlab.cli.training import demo as verb
+    from vitlab.cli.demo import demo as verb
 
     before = (out / "model.safetensors").read_bytes()
     with pytest.raises(UserError, match="has another"):
@@ -110,7 +110,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, complaint = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert complaint.splitlines()[-1] == "stopped and saved; the same command goes on from there"
+    assert complaint.splitlines()[-1] == "stopped and saved; the same command continues from there"
     assert (tmp_path / "run" / "checkpoints" / "last" / "state.json").exists()
     console = listener()
     assert demo.begin(console, tmp_path / "run")[1]

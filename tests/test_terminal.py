@@ -15,7 +15,7 @@ from PIL import Image
 from rich.table import Table
 
 import vitlab
-from vitlab.cli.app import sentence
+from vitlab.cli.app import describe_error
 from vitlab.errors import UserError
 from vitlab.terminal import Terminal, printable
 
@@ -211,7 +211,7 @@ def test_errors(words: tuple[str, ...], verb: Verb) -> None:
     ],
 )
 def test_sentences(error: Exception, words: str | None) -> None:
-    found = sentence(error)
+    found = describe_error(error)
     assert (found is None) if words is None else (words in str(found))
 
 

@@ -99,7 +99,7 @@ def test_ctrl_c_ends_in_order_too_and_openness_is_warned_of(run: Path) -> None:
         live.process.send_signal(signal.SIGINT)
         assert live.process.wait(10) == 0
         said = "".join(live.said)
-        assert "VITLAB_TOKEN=... asks for a token" in said
+        assert "VITLAB_TOKEN=... requires a token" in said
         assert "Traceback" not in said
 
 
