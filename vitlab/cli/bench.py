@@ -19,12 +19,12 @@ def bench(
     seconds: Annotated[float, typer.Option(help="Seconds to measure each of the three speeds.")] = 10,
 ) -> None:
     """Measure how fast a recipe trains on this machine, and whether the data loader or the model limits it."""
+    if not 0 < seconds < float("inf"):
+        raise UserError(f"--seconds must be positive, not {seconds:g}")
     from vitlab.training.bench import bench as measure
     from vitlab.training.recipe import override
     from vitlab.training.recipes import find
 
-    if not 0 < seconds < float("inf"):
-        raise UserError(f"--seconds must be positive, not {seconds:g}")
     with console.status("measuring: loader and step together, loader alone, step alone"):
         result = measure(override(find(recipe).recipe, settings or []), seconds)
     table = Table(show_header=False, title=f"{recipe}, images per second")

@@ -82,7 +82,7 @@ def probe(
 def sweep_table(linear: "Probe", images: str) -> Table:
     table = Table(caption=f"The penalty, chosen on {images}: {linear.tried[0].images:,} images.")
     for heading in ("l2", "accuracy", "correct"):
-        table.add_column(heading, justify="correct")
+        table.add_column(heading, justify="right")
     for tried in linear.tried:
         table.add_row(f"{tried.l2:g}", f"{tried.hits / tried.images:.2%}", f"{tried.hits:,}")
     return table
@@ -91,7 +91,7 @@ def sweep_table(linear: "Probe", images: str) -> Table:
 def probe_table(linear: "Probe", near: Sequence["Neighbors"]) -> Table:
     table = Table("probe", "setting", caption=f"On {linear.images:,} test images.")
     for heading in ("accuracy", "correct"):
-        table.add_column(heading, justify="correct")
+        table.add_column(heading, justify="right")
     table.add_row("linear", f"l2 {linear.linear.l2:g}", f"{linear.accuracy:.2%}", f"{linear.hits:,}")
     for r in near:
         table.add_row("nearest neighbors", f"k {r.k}", f"{r.accuracy:.2%}", f"{r.hits:,}")
