@@ -78,7 +78,7 @@ PAGES = [str(page.relative_to(ROOT)) for page in sorted([*ROOT.glob("README*.md"
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_name_verbs_and_options_that_exist(page: str) -> None:
     text = (ROOT / page).read_text()
-    for block in re.findall(r"```\n(.*?)```", text, re.DOTALL):
+    for block in re.findall(r"```(?:bash)?\n(.*?)```", text, re.DOTALL):
         for line in block.splitlines():
             if match := re.search(r"\bvitlab (\w+)(.*?)(?: {3,}|#|$)", line):
                 assert match[1] in VERBS, line
