@@ -1,10 +1,15 @@
-# Everything a fresh clone needs: `make demo` and `make test` set up .venv themselves and are quick when nothing changed.
+# Development targets. Each sets up .venv first, which is quick when nothing changed.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-# Small models on few cores: threads that wait for each other cost more than they bring.
+# Small models on few cores: several threads per process are slower than one.
 test test-slow chaos: export OMP_NUM_THREADS = 1
+
+# Slow tests that compare no times: two at once. The others need the machine for themselves.
+TIMELESS := $(wildcard tests/test_docs.py tests/test_tutorial.py tests/test_site.py tests/test_examples.py tests/test_export.py \
+	tests/test_demo.py tests/test_report.py tests/weights tests/evaluation tests/studies \
+	tests/training/test_parallel.py tests/training/test_recipes.py tests/training/test_resume.py)
 
 .PHONY: demo test test-slow chaos lint clean
 
@@ -15,9 +20,10 @@ test: lint
 	$(BIN)/pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal
 
 test-slow: $(READY)
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m slow -n 2 --dist worksteal $(TIMELESS)
+	$(BIN)/pytest -m slow $(addprefix --ignore=,$(TIMELESS))
 
-# Everything that should not break a run or a server, for an hour at most; writes docs/reliability.md.
+# Faults, fuzzing and load against runs and servers, for an hour at most; writes docs/reliability.md.
 chaos: $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[chaos]"
 	cd tests && ../$(BIN)/python -m chaos

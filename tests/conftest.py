@@ -1,4 +1,4 @@
-"""Shared by the tests: weights in which nothing is zero, one or small enough to hide a mistake; and verbs."""
+"""Fixtures: random weights without zeros and ones that would hide a mistake, and the command line in this process."""
 
 import os
 import sys
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 import vitlab
 from vitlab.cli import main
 
-ADDED = ("token", "positions", "relative", "probe")  # tables, whose rows are added or compared, not multiplied with
+ADDED = ("token", "positions", "relative", "probe")  # tables whose rows are added or compared, not multiplied
 
 
 def fill(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Every parameter and floating-point buffer drawn anew, at a scale that keeps activations near one."""
+    """Draw every parameter and floating-point buffer at random, at a scale that keeps activations near one."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, tensor: Tensor) -> None:
@@ -40,7 +40,7 @@ def randomize() -> Callable[..., nn.Module]:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What vitlab remembers of the user's runs is kept apart from the developer's own."""
+    """Keep the list of trusted runs apart from the developer's own."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
@@ -49,14 +49,14 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-# ---- verbs, run in this process
+# ---- the command line, in this process
 
 Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`vitlab WORDS`: its exit code and what it prints."""
+    """Run `vitlab WORDS` in this process; returns the exit code, stdout and stderr."""
 
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["vitlab", *words])

@@ -83,7 +83,7 @@ def test_it_starts_resumes_or_uses_the_finished_run(out: Path, tmp_path: Path) -
 
 
 def test_another_run_in_its_folder_is_not_changed(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitlab.cli.training import demo as command
+    from vitlab.cli.demo import demo as command
 
     before = (out / "model.safetensors").read_bytes()
     with pytest.raises(UserError, match="has another"):
@@ -110,7 +110,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err.splitlines()[-1] == "stopped and saved; the same command goes on from there"
+    assert err.splitlines()[-1] == "stopped and saved; the same command continues from there"
     assert (tmp_path / "run" / "checkpoints" / "last" / "state.json").exists()
     console = recording()
     assert demo.begin(console, tmp_path / "run")[1]

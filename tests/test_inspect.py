@@ -77,7 +77,7 @@ def test_everything(
     inspect(monkeypatch, run, pictures / "b.png", "--out", out)
     printed = capsys.readouterr().out
     assert "rank correlation of similarity with grid distance" in printed
-    assert f"all of it is in {out}" in printed
+    assert f"all figures are in {out}" in printed
     names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     of_model = {f"{name}.{kind}" for name in ("filters", "positions", "distance") for kind in ("png", "svg", "npz")}
     of_picture = {f"b/{name}.{kind}" for name in ("rollout", "layers", "heads", "steps") for kind in ("png", "svg")}
@@ -187,8 +187,8 @@ def test_errors_in_options(
     assert f"there is no figure 'rolout'; there are {', '.join(FIGURES)}" in error(image, "--figures", "rolout")
     assert "there is no layer 3; this model has layers 1 to 2" in error(image, "--layer", "1,3")
     assert "there is no head 4; this model has heads 1 to 3" in error(image, "--head", "4")
-    assert "--layer takes numbers from 1, such as 1,6,12, not '0'" in error(image, "--layer", "0")
-    assert "--head takes numbers from 1, such as 1,6,12, not 'all'" in error(image, "--head", "all")
+    assert "--layer must be integers from 1 on, as in 1,5,10, not '0'" in error(image, "--layer", "0")
+    assert "--head must be integers from 1 on, as in 1,5,10, not 'all'" in error(image, "--head", "all")
     assert "do not divide an image of 25x25" in error(image, "--image-size", "25")
     assert "--image-size" in error(image, "--image-size", "large")
     assert "there is no device 'gpu'" in error(image, "--device", "gpu")

@@ -1,6 +1,7 @@
-"""What the package declares: everything it imports, in versions that go together and without known holes."""
+"""The declared dependencies: all imports, in versions that fit together and without known vulnerabilities."""
 
 import ast
+import importlib.metadata
 import re
 import sys
 import tomllib
@@ -18,20 +19,20 @@ LISTS = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
 DECLARED = [Requirement(line) for lines in LISTS for line in lines if not line.startswith("vitlab")]
 
 
-def imported() -> set[str]:
-    found = set()
+def imported_packages() -> set[str]:
+    packages = set()
     for path in Path(vitlab.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.partition(".")[0])
+                packages.add(node.module.partition(".")[0])
             elif isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
-    return found - set(sys.stdlib_module_names) - {"vitlab"}
+                packages |= {alias.name.partition(".")[0] for alias in node.names}
+    return packages - set(sys.stdlib_module_names) - {"vitlab"}
 
 
-def test_what_is_imported_is_declared() -> None:
+def test_imported_packages_are_declared() -> None:
     names = {requirement.name.replace("-", "_").lower() for requirement in DECLARED}
-    assert {NAMES.get(name, name).replace("-", "_").lower() for name in imported()} <= names
+    assert {NAMES.get(name, name).replace("-", "_").lower() for name in imported_packages()} <= names
 
 
 def test_the_pinned_versions_are_allowed() -> None:
@@ -44,7 +45,7 @@ def test_the_pinned_versions_are_allowed() -> None:
 
 @pytest.mark.parametrize(
     ("name", "vulnerable"),
-    [  # the last versions with holes that matter to what reads files and requests of strangers
+    [  # the last versions with vulnerabilities that matter to code that reads untrusted files and requests
         ("pillow", "12.2.0"),
         ("h11", "0.14.0"),
         ("starlette", "0.49.0"),
@@ -52,7 +53,7 @@ def test_the_pinned_versions_are_allowed() -> None:
         ("pyarrow", "23.0.0"),
     ],
 )
-def test_versions_with_known_holes_are_left_out(name: str, vulnerable: str) -> None:
+def test_vulnerable_versions_are_excluded(name: str, vulnerable: str) -> None:
     specifiers = [requirement.specifier for requirement in DECLARED if requirement.name == name]
     assert specifiers
     assert not any(specifier.contains(vulnerable) for specifier in specifiers)
@@ -60,3 +61,13 @@ def test_versions_with_known_holes_are_left_out(name: str, vulnerable: str) -> N
 
 def test_every_bound_is_a_lower_one() -> None:
     assert all(re.fullmatch(r">=[0-9.]+", str(requirement.specifier)) for requirement in DECLARED)
+
+
+def test_the_version_has_one_source() -> None:
+    assert "version" in PROJECT["dynamic"]
+    assert importlib.metadata.version("vitlab") == vitlab.__version__
+
+
+def test_public_names_are_importable() -> None:
+    assert all(getattr(vitlab, name).__doc__ for name in vitlab.__all__)
+    assert set(vitlab.__all__) <= set(dir(vitlab))

@@ -1,8 +1,8 @@
-"""What reaches a terminal: names from outside are text there, never commands, markup or line breaks.
+"""Output to the terminal: untrusted names are printed as text, never as commands, markup or line breaks.
 
-Rich reads strings as markup, so a class called `[/red]` would end the program, and a terminal obeys escape characters
-in any file name. A `Terminal` prints strings literally; whoever wants a style asks for it, with `style=` or, for text
-of our own, `markup=True`.
+Rich parses strings as markup, so a class named `[/red]` would raise an error, and a terminal executes escape sequences
+in file names. A `Terminal` prints strings literally; styles are given with `style=` or, for the package's own text,
+with `markup=True`.
 """
 
 import unicodedata
@@ -20,18 +20,18 @@ JOINERS = "\u200c\u200d"  # invisible, harmless, and part of words in Persian an
 
 
 def printable(text: str) -> str:
-    """One line without what would break a line or steer a terminal: such characters as \\x1b or \\u202e, spelt out."""
-    return text if text.isprintable() else "".join(map(_spelt, text))
+    """The text on one line, with control characters such as \\x1b or \\u202e escaped."""
+    return text if text.isprintable() else "".join(map(_escape, text))
 
 
-def _spelt(c: str) -> str:
-    # controls, format characters (writing direction among them), lone surrogates, separators of lines and paragraphs
+def _escape(c: str) -> str:
+    # controls, format characters (such as writing direction), lone surrogates, separators of lines and paragraphs
     harmful = unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in JOINERS
     return c.encode("unicode_escape").decode() if harmful else c
 
 
 class Terminal(Console):
-    """A console that takes strings literally and keeps control characters from the terminal, line breaks aside."""
+    """A console that prints strings literally and escapes control characters, except line breaks."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
@@ -40,17 +40,18 @@ class Terminal(Console):
         return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
 
     def remark(self, kind: str, line: str, style: str = "yellow") -> None:
-        """`kind: line` with its first word colored."""
+        """Print `kind: line` with its first word colored."""
         self.print(Text.assemble((f"{kind}:", style), " ", printable(line)), soft_wrap=True)
 
 
 def warn(line: str) -> None:
+    """Print a warning to stderr."""
     Terminal(stderr=True).print(f"warning: {line}", soft_wrap=True)
 
 
 @contextmanager
 def progress(title: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere; call what it gives with the images that are done."""
+    """A progress bar on stderr if it is a terminal; yields a function to call with the number of images done."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:

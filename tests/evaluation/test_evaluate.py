@@ -258,7 +258,7 @@ def test_a_split_of_ones_own(
 
 def test_the_share_that_a_run_held_out(run: Path, tmp_path: Path) -> None:
     """The command reads the run's recipe, so that it tests on no image that the run was trained on."""
-    from vitlab.cli.evaluating import training_of
+    from vitlab.cli.evaluate import find_holdout
     from vitlab.models.config import Preprocess
     from vitlab.models.variants import configure
     from vitlab.settings import to_json as as_json
@@ -270,9 +270,9 @@ def test_the_share_that_a_run_held_out(run: Path, tmp_path: Path) -> None:
     model = {"kind": "vit", **as_json(configure("Ti/4", {"image_size": 8, "classes": 2}))}
     about = {"model": model, "preprocess": as_json(Preprocess()), "labels": ["a", "b"], "images": 9}
     (folder / "recipe.json").write_text(json.dumps({"recipe": recipe, **about}))
-    assert training_of(str(folder), "photos/") == (0.1, True)
-    assert training_of(str(folder), "others") == (0.2, False)
-    assert training_of(str(run), "photos") == (0.2, False)
+    assert find_holdout(str(folder), "photos/") == (0.1, True)
+    assert find_holdout(str(folder), "others") == (0.2, False)
+    assert find_holdout(str(run), "photos") == (0.2, False)
 
 
 def test_a_corrupt_image_is_an_error_that_names_it(

@@ -265,8 +265,8 @@ def test_a_class_without_test_images_is_noted(model: Path, tmp_path: Path, comma
     ("options", "message"),
     [
         (["--shots", "1,,5"], "--shots must be a list such as 1,5,10, not '1,,5'"),
-        (["--shots", "0"], "--shots must be "),
-        (["--shots", "few"], "--shots must be "),
+        (["--shots", "0"], "--shots must be integers from 1 on"),
+        (["--shots", "few"], "--shots must be integers from 1 on"),
         (["--l2", "2^x"], "--l2 must be positive numbers such as 1024, 2^10 or 1e-3, not '2^x'"),
         (["--l2", "-1"], "--l2 must be positive numbers"),
         (["--shots", "500"], "of the 500 training images that 500 shots need"),
@@ -294,5 +294,5 @@ def test_ctrl_c_prints_how_to_resume(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert errors.splitlines()[-1] == f"stopped; the same command goes on from {folder / 'features'}"
+    assert errors.splitlines()[-1] == f"stopped; the same command continues from {folder / 'features'}"
     assert "Traceback" not in errors

@@ -14,7 +14,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
 import vitlab
-from vitlab.cli import representation
+from vitlab.cli.fewshot import fewshot
+from vitlab.cli.options import parse_amount
+from vitlab.cli.probe import probe
 from vitlab.data.open import open_data
 from vitlab.errors import UserError
 from vitlab.evaluation import probe as module
@@ -210,21 +212,21 @@ def test_the_command_on_digits(model: Path, tmp_path: Path, command: Command) ->
 
 def test_the_commands_defaults_are_the_functions() -> None:
     """They are written twice, so that --help does not import torch."""
-    ours = {name: parameter.default for name, parameter in inspect.signature(representation.probe).parameters.items()}
+    ours = {name: parameter.default for name, parameter in inspect.signature(probe).parameters.items()}
     assert tuple(map(float, ours["l2"].split(","))) == module.SWEEP
     assert tuple(map(int, ours["k"].split(","))) == NEIGHBORS
     assert ours["temperature"] == TEMPERATURE
-    few = {name: parameter.default for name, parameter in inspect.signature(representation.fewshot).parameters.items()}
+    few = {name: parameter.default for name, parameter in inspect.signature(fewshot).parameters.items()}
     known = inspect.signature(few_shot).parameters
     assert tuple(map(int, few["shots"].split(","))) == known["shots"].default
-    assert (representation.amount(few["l2"], "--l2"),) == known["l2"].default
+    assert (parse_amount(few["l2"], "--l2"),) == known["l2"].default
     assert few["seeds"] == known["seeds"].default
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--k", "0"], "--k must be "),
+        (["--k", "0"], "--k must be integers from 1 on"),
         (["--k", "1199"], "k must be at least 1 and at most the 1198 training images there are, not 1199"),
         (["--l2", "0"], "--l2 must be positive numbers"),
         (["--temperature", "0"], "the temperature must be positive, not 0"),

@@ -107,7 +107,7 @@ def test_ctrl_c_stops_it_too_and_a_public_address_is_warned_of(run: Path) -> Non
         live.process.send_signal(signal.SIGINT)
         assert live.process.wait(60) == 0
         printed = "".join(live.lines)
-        assert "VITLAB_TOKEN=... asks for a token" in printed
+        assert "VITLAB_TOKEN=... requires a token" in printed
         assert "Traceback" not in printed
 
 

@@ -1,4 +1,4 @@
-"""The trunk of the command line: the app, its console, and how mistakes are told. Verbs import what is heavy."""
+"""The Typer app, its console, and how errors are reported. Verbs import heavy packages when they run."""
 
 import io
 import os
@@ -17,16 +17,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="The Vision Transformer, whole: build, load, train, evaluate, look inside.",
+    help="The Vision Transformer: build, load, train, evaluate, look inside, serve.",
     epilog="Start with: [bold]vitlab demo[/bold]",
 )
 console = Terminal()
-NO_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc")  # in torch's RuntimeErrors
+NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc")  # in RuntimeErrors
+
+
+def examples(*commands: str) -> str:
+    """The epilog of a verb's help: one example per line."""
+    return "\n\n".join(["Examples:", *(f"[bold]{command}[/bold]" for command in commands)])
 
 
 def main() -> None:
-    """Run a verb; what the user or the machine has to fix is one sentence and exit code 1, never a traceback."""
-    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a letter gets its code
+    """Run a verb. An error that the user or the machine causes is one line and exit code 1, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a character that the terminal cannot show is escaped
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -35,27 +40,27 @@ def main() -> None:
         Terminal(stderr=True).print(printable(str(stop)), soft_wrap=True)
         sys.exit(stop.code)
     except Exception as error:
-        line = sentence(error)
+        line = describe_error(error)
         if line is None:
             raise
         Terminal(stderr=True).remark("error", line, "bold red")
         sys.exit(1)
 
 
-def sentence(error: Exception) -> str | None:
-    """What to tell of an error that is no fault of the program; None of one that may be."""
+def describe_error(error: Exception) -> str | None:
+    """One line about an error that is no bug of this program; None if it may be one."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in NO_MEMORY)):
         return "there is not enough memory for this; use a smaller batch, smaller images or fewer workers"
-    if isinstance(error, OSError) and error.strerror:  # a full or read-only disk, a file that may not be read
+    if isinstance(error, OSError) and error.strerror:  # a full or read-only disk, a file without read permission
         name = error.filename or "a file"
         return f"{os.fsdecode(name) if isinstance(name, bytes) else name} cannot be used: {error.strerror}"
     return None
 
 
 @app.callback(invoke_without_command=True)
-def version(show: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+def version(show: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if show:
         from vitlab import __version__
 

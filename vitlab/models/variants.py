@@ -21,7 +21,7 @@ from vitlab.models.config import (
 )
 from vitlab.models.resnet import ResNet
 from vitlab.models.vit import ViT
-from vitlab.settings import from_json, takes
+from vitlab.settings import annotations, from_json, takes
 from vitlab.text import listed
 
 #        layers, width, MLP, heads
@@ -49,7 +49,15 @@ GRAMMAR = "size/patch (B/16), stem+size/patch (R50+B/16) or a ResNet (R50x1)"
 Model = ViT | ResNet
 
 
-@takes(ViTConfig, skip=("patch", "stem"), image_size=224)
+BY_NAME = ("patch", "stem")  # what a model's name decides
+
+
+def create_keys() -> dict[str, Any]:
+    """The settings that `create` takes, with their annotations."""
+    return {key: hint for key, hint in annotations(ViTConfig).items() if key not in BY_NAME}
+
+
+@takes(ViTConfig, skip=BY_NAME, image_size=224)
 def create(name: str, **settings: Any) -> Model:
     """A model of the paper with fresh weights.
 

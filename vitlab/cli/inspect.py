@@ -1,21 +1,24 @@
-"""Looking inside a model."""
+"""`vitlab inspect`: figures of what a model has learned and where it looks."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from vitlab.cli.app import app, console
+from vitlab.cli.app import app, console, examples
+from vitlab.cli.options import Device, Run, parse_count, parse_list
 from vitlab.errors import UserError
 
 
 @app.command(
-    epilog="Examples: [bold]vitlab inspect runs/mine photo.jpg[/bold], "
-    "[bold]vitlab inspect google/vit-base-patch16-224 photos/ --figures distance[/bold], "
-    "[bold]vitlab inspect runs/mine photo.jpg --figures heads --layer 1,6,12 --head 2[/bold]",
+    epilog=examples(
+        "vitlab inspect runs/mine photo.jpg",
+        "vitlab inspect google/vit-base-patch16-224 photos/ --figures distance",
+        "vitlab inspect runs/mine photo.jpg --figures heads --layer 1,6,12 --head 2",
+    )
 )
 def inspect(
-    run: Annotated[str, typer.Argument(help="A run folder, a file of weights or a hub id.")],
+    run: Run,
     images: Annotated[
         list[str] | None, typer.Argument(metavar="IMAGE", help="Image files, or folders of them.")
     ] = None,
@@ -31,12 +34,13 @@ def inspect(
     image_size: Annotated[
         str | None, typer.Option(help="Another resolution, such as 384 or 224x320; positions are resampled.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Draw what a model has learned and where it looks: PNG, SVG and the arrays behind them.
 
-    Of the model: the patch filters' principal components, the likeness of its positions, how far each head looks.
-    Of each image, in a folder of its own: attention rollout, attention by layer, single heads, the five steps.
+    Of the model: the patch filters' principal components, the similarity of its position embeddings, the attention
+    distance of each head. Of each image, in a folder of its own: attention rollout, attention by layer, single heads,
+    the five steps.
     """
     from vitlab.analysis.gallery import FIGURES, Gallery, find_images
     from vitlab.device import pick_device
@@ -45,27 +49,19 @@ def inspect(
     from vitlab.settings import parse_value
     from vitlab.weights import load
 
-    layers, heads = numbers(layer, "--layer"), numbers(head, "--head")
-    chosen = FIGURES if figures is None else tuple(word.strip() for word in figures.split(","))
+    layers, heads = parse_indices(layer, "--layer"), parse_indices(head, "--head")
+    names = FIGURES if figures is None else tuple(word.strip() for word in figures.split(","))
     size: Size | None = None if image_size is None else tuple(parse_value(image_size, Size, "--image-size"))
     paths = find_images(images or [])
     place = pick_device(device)
     model = load(run, image_size=size)
     if isinstance(model, ResNet):
-        raise UserError(f"{run} is a ResNet: it has no patches, positions or attention to look at; inspect takes a ViT")
-    gallery = Gallery(model.float().to(place), out, chosen, layers, heads)
+        raise UserError(f"{run} is a ResNet: it has no patches, positions or attention; inspect needs a ViT")
+    gallery = Gallery(model.float().to(place), out, names, layers, heads)
     gallery.write(paths, lambda line: console.print(line, soft_wrap=True))
-    console.print(f"all of it is in {out}", soft_wrap=True)
+    console.print(f"all figures are in {out}", soft_wrap=True)
 
 
-def numbers(text: str | None, option: str) -> list[int] | None:
-    """`1,6,12`, counted from 1, as indices."""
-    if text is None:
-        return None
-    try:
-        found = [int(word) for word in text.split(",")]
-    except ValueError:
-        found = [0]
-    if min(found) < 1:
-        raise UserError(f"{option} takes numbers from 1, such as 1,6,12, not '{text}'")
-    return [number - 1 for number in found]
+def parse_indices(text: str | None, option: str) -> list[int] | None:
+    """Indices from 0 of a list such as `1,6,12`, which counts from 1."""
+    return None if text is None else [number - 1 for number in parse_list(text, option, parse_count)]

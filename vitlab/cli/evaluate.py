@@ -1,0 +1,146 @@
+"""`vitlab evaluate`: a model's scores on a data set."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from vitlab.cli.app import app, console, examples
+from vitlab.cli.options import Batch, Data, Device, JsonFile, Run, Workers, check_json_file, describe_stop
+from vitlab.signals import stoppable
+from vitlab.terminal import printable
+
+if TYPE_CHECKING:
+    from vitlab.evaluation.result import Evaluation, RealScore
+    from vitlab.evaluation.scores import Rate
+
+SHOWN = 10  # classes and pairs of classes in the terminal; files have all
+
+
+@app.command(
+    epilog=examples(
+        "vitlab evaluate runs/digits digits",
+        "vitlab evaluate runs/pets photos/ --split all --out scores",
+        "vitlab evaluate vit.safetensors imagenet:/data/imagenet --real real.json",
+    )
+)
+def evaluate(
+    run: Run,
+    data: Data,
+    split: Annotated[str, typer.Option(help="test, validation or train; all: every image of a set without splits.")] = (
+        "test"
+    ),
+    real: Annotated[Path | None, typer.Option(help="ImageNet's ReaL labels, real.json: score by these too.")] = None,
+    labels: Annotated[
+        Path | None, typer.Option(help="Names of the model's classes, one per line, in order, instead of its own.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for tables, figures and all predictions.")] = None,
+    json: JsonFile = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="A folder for computed class scores, to continue an interrupted command.")
+    ] = None,
+    batch: Batch = None,
+    workers: Workers = None,
+    device: Device = "auto",
+) -> None:
+    """Test a model: top-1 and top-5 accuracy, accuracy by class, confused classes, and calibration.
+
+    Every image counts once; a broken one is an error. Classes are matched by name. In brackets: 95 % intervals.
+    """
+    from vitlab.evaluation.classes import read_names
+    from vitlab.evaluation.evaluate import evaluate, open_split
+    from vitlab.evaluation.real import read_real
+    from vitlab.weights import load
+
+    check_json_file(json)
+    model = load(run)
+    names = None if labels is None else read_names(labels, model.config.classes)
+    lists = None if real is None else read_real(real)
+    holdout, trained = find_holdout(run, data)
+    source, note = open_split(data, split, holdout)
+    console.print(f"{len(source):,} images of {data}, {split}: {note}", soft_wrap=True)
+    if trained and split in ("train", "all"):
+        console.remark("note", "the model was trained on most of these images")
+    with stoppable(describe_stop(keep)):
+        result = evaluate(
+            model, source, labels=names, real=lists, batch=batch, workers=workers, device=device, keep=keep
+        )
+    print_scores(result)
+    about = {"model": run, "data": data, "split": split, "note": note}
+    if json is not None:
+        result.write_json(json, about)
+        console.print(f"scores: {json}", soft_wrap=True)
+    if out is not None:
+        result.write_results(out, about)
+        console.print(f"tables, figures and predictions: {out}", soft_wrap=True)
+
+
+def find_holdout(run: str, data: str) -> tuple[float, bool]:
+    """The share of `data` that a run held out for testing, and whether the run was trained on the rest of it."""
+    from vitlab.training.recipe import Recipe
+    from vitlab.training.setup import stored_recipe
+
+    recipe = stored_recipe(Path(run).expanduser())
+    trained = recipe is not None and recipe.data.rstrip("/") == data.rstrip("/")
+    return (recipe.holdout if recipe is not None and trained else Recipe.holdout), trained
+
+
+def print_scores(result: "Evaluation") -> None:
+    console.print(f"classes are matched {result.note}", soft_wrap=True)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("images", f"{len(result.labels):,}")
+    table.add_row("top-1", percent_text(result.top1))
+    if result.top5 is not None:
+        table.add_row("top-5", percent_text(result.top5))
+    table.add_row("calibration error", percent_text(result.calibration_error))
+    if result.real is not None:
+        table.add_row("ReaL", percent_text(result.real.accuracy) + f" of {result.real.counts.images:,} images")
+    console.print(table)
+    if result.real is not None:
+        print_real(result.real)
+    print_classes(result)
+    print_confused(result)
+
+
+def percent_text(rate: "Rate") -> str:
+    return f"{rate.value:.2%}  ({100 * rate.low:.2f} to {100 * rate.high:.2f})"
+
+
+def print_real(real: "RealScore") -> None:
+    own = real.own / real.counts.images
+    line = f"ReaL: {real.counts.skipped:,} images have no label and are skipped; the set's own labels score {own:.2%}"
+    console.print(line, soft_wrap=True)
+    if own < 0.5:
+        console.remark(
+            "warning",
+            "most images' own labels are not in their ReaL lists: these are probably not ImageNet's validation images "
+            "in its order of classes",
+        )
+
+
+def print_classes(result: "Evaluation") -> None:
+    rows = result.class_table()
+    title = f"the {SHOWN} worst of {len(rows)} classes" if len(rows) > SHOWN else "classes, worst first"
+    table = Table("class", title=title, title_justify="left")
+    for heading in ("images", "correct", "recall", "95 %", "precision"):
+        table.add_column(heading, justify="right")
+    for row in rows[:SHOWN]:
+        span = "-" if row["recall"] is None else f"{100 * row['recall_low']:.0f} to {100 * row['recall_high']:.0f}"
+        recall, precision = ("-" if row[key] is None else f"{row[key]:.1%}" for key in ("recall", "precision"))
+        table.add_row(printable(row["class"]), f"{row['images']}", f"{row['correct']}", recall, span, precision)
+    console.print(table)
+    empty = sum(row["images"] == 0 for row in rows)
+    if empty:
+        console.print(f"{empty} of the model's classes have no image here")
+
+
+def print_confused(result: "Evaluation") -> None:
+    pairs = result.confused[:SHOWN]
+    if not pairs:
+        return
+    table = Table("true class", "predicted", title="most confused", title_justify="left")
+    table.add_column("images", justify="right")
+    for label, predicted, images in pairs:
+        table.add_row(printable(label), printable(predicted), f"{images}")
+    console.print(table)

@@ -1,0 +1,60 @@
+"""`vitlab recipes`: the recipes and their settings."""
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from vitlab.cli.app import app, console, examples
+
+
+@app.command(epilog=examples("vitlab recipes", "vitlab recipes digits", "vitlab recipes --keys"))
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="One recipe, with all its settings.")] = None,
+    keys: Annotated[bool, typer.Option("--keys", help="List every setting that key=value can change.")] = False,
+) -> None:
+    """List the recipes with their costs: the paper's tables, AugReg, and runs for one machine."""
+    if keys:
+        print_keys()
+    elif name is not None:
+        print_recipe(name)
+    else:
+        print_list()
+
+
+def print_keys() -> None:
+    from vitlab.training.recipe import describe_keys
+
+    for title, settings in describe_keys().items():
+        table = Table("key", "value", "default", "meaning", title=title, title_justify="left")
+        for setting in settings:
+            table.add_row(setting.name, setting.type, setting.default, setting.help)
+        console.print(table)
+
+
+def print_recipe(name: str) -> None:
+    from vitlab.training.recipe import flat
+    from vitlab.training.recipes import command, find, operations, run_flops
+
+    entry = find(name)
+    table = Table(show_header=False, title=f"{name}: {entry.about}")
+    rows: dict[str, object] = {"command": command(name), "cost": operations(run_flops(entry.recipe))}
+    rows |= {"time": entry.time, "accuracy to expect": entry.expect, "LR searched": entry.searched}
+    for key, value in (rows | flat(entry.recipe)).items():
+        if value not in (None, "", ()):
+            table.add_row(key, str(value))
+    console.print(table)
+
+
+def print_list() -> None:
+    from vitlab.training.recipes import RECIPES, length, run_flops
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("recipe", "model", "data", "length", "LR", "exaFLOPs"):
+        table.add_column(heading, no_wrap=True)
+    for name, entry in RECIPES.items():
+        r = entry.recipe
+        cost = f"{run_flops(r) / 1e18:.3g}" if run_flops(r) < 1e21 else f"{run_flops(r) / 1e18:,.0f}"
+        table.add_row(name, r.model, r.data.rpartition("/")[2], length(r), f"{r.lr:g}", cost)
+    console.print(table)
+    console.print("The cost is that of the complete run. `vitlab recipes NAME` shows one with all its settings.")

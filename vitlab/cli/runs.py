@@ -1,0 +1,51 @@
+"""Train by a recipe, print the result and write the report: shared by demo, train and finetune."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vitlab.cli.app import console
+from vitlab.errors import UserError
+from vitlab.signals import stoppable
+
+if TYPE_CHECKING:
+    from vitlab.training.loop import TrainResult
+    from vitlab.training.recipe import Recipe
+
+STOPPED_EARLY = "stopped before the first step; the same command starts again"
+
+
+def train_and_report(recipe: "Recipe", out: Path, resume: bool, accept: bool = False) -> None:
+    """Train into `out`, print the test scores and write report.html."""
+    write_run_report(train_run(recipe, out, resume, accept), recipe.device)
+
+
+def train_run(recipe: "Recipe", out: Path, resume: bool, accept: bool) -> "TrainResult":
+    """Train, and print the test scores; of several processes only the first one prints."""
+    from vitlab.text import duration
+    from vitlab.training.loop import train
+
+    result = train(recipe, out, resume=resume, accept_data_changes=accept, console=console)
+    if result.first:
+        scores = (f"{key} {value:{'.2%' if 'acc' in key else '.4f'}}" for key, value in result.report.items())
+        line = f"test: {', '.join(scores)}; {duration(result.seconds)}; the model is in {out}"
+        console.print(line, soft_wrap=True)
+    return result
+
+
+def write_run_report(result: "TrainResult", device: str) -> None:
+    """Write the report of a finished run. The model is saved by now: an error here is a note.
+
+    Only the first of several processes does so, after the process group has ended: it takes a while, and no other
+    process should wait for it.
+    """
+    from vitlab.report import write_report
+
+    if not result.first:
+        return
+    later = f"`vitlab report {result.folder}` writes it later"
+    with stoppable(f"the model is saved, the report is not finished; {later}"):
+        try:
+            path = write_report(result.folder, result.data, device=device)
+            console.print(f"report: {path}", soft_wrap=True)
+        except (UserError, OSError) as error:
+            console.remark("note", f"the model is saved, but there is no report: {error}; {later}")

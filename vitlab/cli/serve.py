@@ -1,0 +1,131 @@
+"""`vitlab serve`: a model behind a web page and an HTTP API."""
+
+import ipaddress
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from vitlab.cli.app import app, console, examples
+from vitlab.cli.options import Device, Run, parse_size
+from vitlab.errors import UserError
+from vitlab.terminal import printable
+from vitlab.text import listed
+
+if TYPE_CHECKING:
+    from vitlab.serving.service import Settings
+
+
+@app.command(
+    epilog=examples(
+        "vitlab serve runs/mine",
+        "VITLAB_TOKEN=secret vitlab serve runs/mine --host 0.0.0.0 --port 80",
+        "curl -F image=@cat.jpg localhost:8000/v1/predict",
+    )
+)
+def serve(
+    run: Run,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every address.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 is any free one.")] = 8000,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="VITLAB_TOKEN", help="Require this token from clients; other users cannot see it in the variable."
+        ),
+    ] = None,
+    host_name: Annotated[
+        list[str] | None,
+        typer.Option(help="A name that clients use for this machine; repeatable.", show_default=False),
+    ] = None,
+    max_batch: Annotated[
+        int | None, typer.Option(min=1, help="Images per batch; 64, on a CPU 16.", show_default=False)
+    ] = None,
+    max_wait_ms: Annotated[float, typer.Option(min=0, help="How long a batch waits for more images.")] = 5,
+    queue: Annotated[int, typer.Option(min=1, help="Images that may wait; more get 503 and Retry-After.")] = 256,
+    max_bytes: Annotated[str, typer.Option(help="Largest request.")] = "20MB",
+    max_pixels: Annotated[str, typer.Option(help="Largest image.")] = "50M",
+    max_images: Annotated[int, typer.Option(min=1, help="Images per request.")] = 16,
+    formats: Annotated[
+        str, typer.Option(help="Image formats to accept; also bmp, tiff, jpeg2000, ppm and tga.")
+    ] = "jpeg,png,webp,gif,avif",
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request to arrive.")] = 30,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that decode; one per core, up to 8.", show_default=False)
+    ] = None,
+    device: Device = "auto",
+) -> None:
+    """Serve a model as a web page and an API: drop an image, see its classes and where the model looks.
+
+    The page is at http://127.0.0.1:8000/, the API at /v1/predict and /v1/explain, its description at /docs, metrics at
+    /metrics. SIGTERM and Ctrl-C finish requests that have begun and then stop.
+    """
+    from vitlab.serving import require_packages
+
+    require_packages()
+    from vitlab.serving.limits import Limits
+    from vitlab.serving.service import Settings
+
+    token = os.environ.get("VITLAB_TOKEN") if token is None else token  # typer ignores an empty variable
+    if token is not None and not token.strip():
+        raise UserError("the token is empty; choose one, or leave out --token and unset VITLAB_TOKEN")
+    limits = Limits(
+        max_bytes=int(parse_size(max_bytes.removesuffix("B"), "--max-bytes")),
+        max_pixels=int(parse_size(max_pixels, "--max-pixels")),
+        max_images=max_images,
+        formats=parse_formats(formats),
+        body_seconds=timeout,
+        header_seconds=min(10.0, timeout),
+        answer_seconds=min(5.0, timeout),
+    )
+    settings = Settings(
+        name=Path(run).name or run,
+        token=token,
+        max_batch=max_batch,
+        max_wait=max_wait_ms / 1000,
+        queue=queue,
+        processes=workers,
+        limits=limits,
+    )
+    run_server(run, device, host, port, settings, host_name or [])
+
+
+def parse_formats(text: str) -> tuple[str, ...]:
+    """Pillow's names for a comma-separated list."""
+    from vitlab.data.decoder import readers
+
+    names = tuple(word.strip().upper() for word in text.split(","))
+    for name in names:
+        if name not in readers():
+            raise UserError(f"--formats has '{name.lower()}'; there are {listed(r.lower() for r in readers())}")
+    return names
+
+
+def run_server(run: str, device: str, host: str, port: int, settings: "Settings", names: list[str]) -> None:
+    """Load the model, listen, and print the address; returns when the server has been stopped."""
+    from vitlab.predict import Classifier
+    from vitlab.serving import server
+    from vitlab.serving.app import create_app
+    from vitlab.serving.hosts import Hosts
+    from vitlab.serving.service import Service
+
+    sock = server.listen(host, port)
+    address = sock.getsockname()[0]
+    hosts = Hosts(address, [host, *names])
+    with console.status(f"loading {escape(printable(run))}"):
+        service = Service(Classifier(run, device), settings)
+
+    def started() -> None:
+        console.print(f"{settings.name} on {service.classifier.device}: {server.address(sock)}")
+        if settings.token is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            console.print(
+                "anyone who reaches this machine can use it; VITLAB_TOKEN=... requires a token", style="yellow"
+            )
+        console.print("Ctrl-C stops it.", style="dim")
+
+    def stopping() -> None:
+        service.draining = True
+
+    server.serve(create_app(service, hosts), sock, settings.limits, started, stopping)
+    console.print("stopped", style="dim")
