@@ -6,7 +6,7 @@ READY := .venv/.ready
 # Small models on few cores: threads that wait for each other cost more than they bring.
 test test-slow chaos: export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-slow chaos lint clean
+.PHONY: demo test test-slow chaos lint docs clean
 
 demo: $(READY)
 	$(BIN)/vitlab demo
@@ -27,10 +27,14 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The documentation as a site, in site/; any warning is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist site *.egg-info
