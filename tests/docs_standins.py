@@ -186,7 +186,12 @@ PAGES: dict[str, Page] = {
             "shards": shards,
             "shared/i21k": shards,
         },
-        replace={**TORCHRUN, "/shared/": "shared/", "{0000..2047}": "{0000..0001}", "--out runs/b16\n": "\n"},
+        replace={
+            **TORCHRUN,
+            "/shared/": "shared/",
+            "{0000..2047}": "{0000..0001}",
+            "--resume'": f"--resume {SMALL_RUN}'",
+        },
         append={
             "vitlab train B/16": SMALL_RUN,
             "torchrun --nproc-per-node 2 --no-python vitlab finetune": TUNED,
