@@ -52,9 +52,7 @@ class Runner:
                 exec(compile(self.replaced(block.text), "a block of the page", "exec"), self.names)
             return
         for command in block.commands:
-            if not any(
-                command.startswith(start) for start in self.page.parsed
-            ):  # the others are parsed, by a quick test
+            if not command.startswith(tuple(self.page.parsed)):  # the others are parsed, by a quick test
                 self.printed[command] = self.run_command(self.adapted(command))
 
     def replaced(self, text: str) -> str:

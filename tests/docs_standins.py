@@ -241,7 +241,7 @@ PAGES: dict[str, Page] = {
             "runs/pets": run(),
             "cat.jpg": photo,
             "holiday": class_folders,
-            "photos": class_folders,
+            "photos": lambda path: class_folders(path, 6),
             "scans": lambda path: class_folders(path, suffix=".png"),
             "scans/one.png": photo,
         },

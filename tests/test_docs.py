@@ -123,10 +123,13 @@ def test_the_tutorial_shows_all_its_images() -> None:
 
 PIP = r"""
 for word in "$@"; do case "$word" in
-  .\[*\]) python3 -c "import sys, tomllib; known = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']
-assert set(sys.argv[1].strip('.[]').split(',')) <= set(known), sys.argv[1]" "$word" || exit 1;;
+  .\[*\]) BIN/python -c "import sys, tomllib
+extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']
+assert set(sys.argv[1].strip('.[]').split(',')) <= set(extras), sys.argv[1]" "$word" || exit 1;;
 esac; done
-for name in vitlab torchrun; do printf '#!/bin/sh\nexec BIN/%s "$@"\n' "$name" > "HERE/$name"; chmod +x "HERE/$name"; done
+for name in vitlab torchrun; do
+  printf '#!/bin/sh\nexec BIN/%s "$@"\n' "$name" > "HERE/$name"; chmod +x "HERE/$name"
+done
 """
 PYTHON = r"""
 if [ "$1" = -m ] && [ "$2" = venv ]; then
