@@ -1,4 +1,4 @@
-"""Examples in the docstrings of the public names are run; `help(...)` answers what goes in, comes out and can go wrong."""
+"""Examples in the docstrings of public names are run; `help(...)` shows what goes in, comes out and can go wrong."""
 
 import doctest
 import importlib
