@@ -22,6 +22,10 @@ import vitlab
 Make = Callable[[Path], None]
 CLASSES = ("beagle", "pug", "tabby")
 TINY = {"depth": 1, "width": 24, "mlp": 48, "heads": 2}
+TINY_TIMM = {
+    "width": 64,
+    "heads": 1,
+}  # a file of timm's does not contain the number of heads: it follows from the width
 TINY_RUN = "depth=1 width=24 mlp=48 heads=2 steps=2 batch=8 micro=4 warmup=0 workers=0 compile=no device=cpu"
 SMALL_RUN = f"{TINY_RUN} model=Ti/16 image_size=32 prelogits=8"
 TUNED = "steps=2 batch=8 workers=0 device=cpu"
@@ -217,8 +221,8 @@ PAGES: dict[str, Page] = {
             "runs/b16": run(),
             "photos": lambda path: class_folders(path, 8),
             "pets": pets,
-            "vit.safetensors": converted("timm", classes=1000),
-            "vit_tiny_patch16_224.safetensors": converted("timm", size=224),
+            "vit.safetensors": converted("timm", classes=1000, **TINY_TIMM),
+            "vit_tiny_patch16_224.safetensors": converted("timm", size=224, **TINY_TIMM),
             "vit-b16.npz": GOOGLE,
             "data/imagenet": imagenet,
             "real.json": real_labels,
@@ -261,6 +265,7 @@ PAGES: dict[str, Page] = {
             "TEN": splits,
             "TI16": run(name="Ti/16", depth=12, width=192, mlp=768, heads=3),
         },
+        replace={"epochs=30 ": ""},  # `steps` are appended
         append={
             "vitlab train pets-finetune": f"image_size=32 {TUNED} warmup=0",
             "vitlab train tiny-imagenet": f"{TINY_RUN} image_size=32",
