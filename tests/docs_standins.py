@@ -25,7 +25,7 @@ TINY = {"depth": 1, "width": 24, "mlp": 48, "heads": 2}
 TINY_TIMM = {
     "width": 64,
     "heads": 1,
-}  # a file of timm's does not contain the number of heads: it follows from the width
+}  # a timm file's heads follow from its width
 TINY_RUN = "depth=1 width=24 mlp=48 heads=2 steps=2 batch=8 micro=4 warmup=0 workers=0 compile=no device=cpu"
 SMALL_RUN = f"{TINY_RUN} model=Ti/16 image_size=32 prelogits=8"
 TUNED = "steps=2 batch=8 workers=0 device=cpu"
@@ -175,7 +175,7 @@ PAGES: dict[str, Page] = {
         files={"photos": class_folders, "weights.npz": GOOGLE, "DIR": splits, "SHARDS": shards},
         replace=TORCHRUN,
         append={
-            "vitlab train digits": "steps=2",
+            "vitlab train digits": "steps=2 warmup=0 workers=0",
             "vitlab finetune": TUNED,
             "vitlab train B/16-imagenet": SMALL_RUN,
             "torchrun": SMALL_RUN,
