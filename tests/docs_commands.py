@@ -89,6 +89,8 @@ def check_vitlab(given: list[str]) -> None:
     """Raise for words that `vitlab` does not accept: a command, an option, a value's type, or the key of a setting."""
     ends = [i for i, word in enumerate(given) if word in ("<", ">", "|", "&&")]
     verb, *arguments = given[: min(ends, default=len(given))]
+    if verb in ("--help", "--version"):
+        return
     if verb not in VERBS:
         raise ValueError(f"there is no command 'vitlab {verb}'")
     parameters = VERBS[verb].make_context(verb, list(arguments)).params

@@ -32,7 +32,7 @@ ENVIRONMENT = {
     "SLURM_JOB_NODELIST": "localhost",
 }
 PROGRAMS = {"scontrol": "echo 127.0.0.1", "srun": 'exec "$@"'}
-KEPT = re.compile(r"(\.|source|export|cd) ")  # commands whose effect the following ones need
+KEPT = re.compile(r"(.* && )?(\.|source|export|cd) ")  # commands whose effect the following ones need
 
 
 class Runner:

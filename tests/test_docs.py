@@ -122,19 +122,20 @@ def test_the_tutorial_shows_all_its_images() -> None:
 # ---- the README, from a shell in which nothing is installed
 
 PIP = r"""
+here=$(dirname "$0")
 for word in "$@"; do case "$word" in
   .\[*\]) BIN/python -c "import sys, tomllib
 extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']
 assert set(sys.argv[1].strip('.[]').split(',')) <= set(extras), sys.argv[1]" "$word" || exit 1;;
 esac; done
 for name in vitlab torchrun; do
-  printf '#!/bin/sh\nexec BIN/%s "$@"\n' "$name" > "HERE/$name"; chmod +x "HERE/$name"
+  printf '#!/bin/sh\nexec BIN/%s "$@"\n' "$name" > "$here/$name"; chmod +x "$here/$name"
 done
 """
 PYTHON = r"""
 if [ "$1" = -m ] && [ "$2" = venv ]; then
-  mkdir -p "$3/bin"; cp HERE/* "$3/bin"; printf 'export PATH="%s/bin:$PATH"\n' "$PWD/$3" > "$3/bin/activate"
-  sed -i "s|HERE|$PWD/$3/bin|g" "$3/bin/pip" "$3/bin/python" "$3/bin/python3"
+  mkdir -p "$3/bin"; cp "$(dirname "$0")"/* "$3/bin"
+  printf 'export PATH="%s/bin:$PATH"\n' "$PWD/$3" > "$3/bin/activate"
 else exec BIN/python "$@"; fi
 """
 
@@ -143,7 +144,7 @@ def fresh_shell(folder: Path) -> dict[str, str]:
     """An environment with a `python3` and a `pip` that install nothing but the names of vitlab's programs."""
     programs = folder.parent / "programs"
     for program, text in (("python3", PYTHON), ("python", PYTHON), ("pip", PIP)):
-        write_program(programs / program, text.replace("BIN", str(BIN)).replace("HERE", str(programs)))
+        write_program(programs / program, text.replace("BIN", str(BIN)))
     return {**ENVIRONMENT, "PATH": f"{programs}:/usr/bin:/bin", "HOME": str(folder), "VITLAB_DATA": str(folder)}
 
 
