@@ -274,7 +274,7 @@ PAGES: dict[str, Page] = {
         },
     ),
     "docs/reliability.md": Page(parsed={"make chaos": "takes an hour", "(cd tests": "takes minutes"}),
-    "docs/releasing.md": Page(),
+    "docs/releasing.md": Page(parsed={"": "publishes a version"}),
     "docs/index.md": Page(),
     "docs/settings.md": Page(),
 }
