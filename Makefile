@@ -11,7 +11,7 @@ TIMELESS := $(wildcard tests/test_docs.py tests/test_tutorial.py tests/test_site
 	tests/test_demo.py tests/test_report.py tests/weights tests/evaluation tests/studies \
 	tests/training/test_parallel.py tests/training/test_recipes.py tests/training/test_resume.py)
 
-.PHONY: demo test test-slow chaos lint clean
+.PHONY: demo test test-slow chaos lint docs clean
 
 demo: $(READY)
 	$(BIN)/vitlab demo
@@ -33,10 +33,14 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The documentation as a site, in site/; any warning is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist site *.egg-info

@@ -23,8 +23,7 @@ from vitlab.errors import UserError
 if TYPE_CHECKING:
     from vitlab.analysis.attention import attention
     from vitlab.models.variants import build, create
-    from vitlab.predict.classifier import Classifier
-    from vitlab.predict.stream import Prediction
+    from vitlab.predict.classifier import Classifier, Prediction
     from vitlab.weights.convert import convert
     from vitlab.weights.load import load
     from vitlab.weights.save import save
@@ -34,7 +33,7 @@ __all__ = ["Classifier", "Prediction", "UserError", "attention", "build", "conve
 
 _MODULES = {
     "Classifier": "vitlab.predict.classifier",
-    "Prediction": "vitlab.predict.stream",
+    "Prediction": "vitlab.predict.classifier",
     "attention": "vitlab.analysis.attention",
     "build": "vitlab.models.variants",
     "convert": "vitlab.weights.convert",

@@ -14,11 +14,27 @@ from vitlab.models.vit import Attention, ViT, attention_weights
 
 
 def attention(model: Model, images: Tensor) -> list[Tensor]:
-    """Return the attention weights (B, H, N, N) of each layer: row i is the distribution of query token i over keys.
+    """The attention weights of every layer and head.
 
-    The model runs unchanged, on fused kernels and without dropout; each layer's input is recorded by a hook and the
-    weights are computed from it. Token 0 is the class token where the model has one. An axial block gives two entries,
-    rows then columns, dense with zeros outside its axis. Weights are float32 or wider.
+    The model runs as it is, on fused kernels and without dropout; hooks keep the input of each layer, from which its
+    weights are computed separately.
+
+    Args:
+        model: a vitlab ViT, compiled by torch or not; its mode and hooks are left as they were.
+        images: normalized RGB images of the model's size, (B, 3, height, width).
+
+    Returns:
+        Per layer a tensor (B, heads, N, N) of float32 or wider: row i is the distribution of token i's attention over
+        all N tokens, and sums to 1. Token 0 is the class token if the model has one. An axial block gives two
+        tensors, for rows and for columns, with zeros outside them.
+
+    Raises:
+        UserError: for a ResNet, which has no attention, another kind of model, or images of another size.
+
+    >>> import torch, vitlab
+    >>> model = vitlab.create("Ti/16", image_size=32, depth=2)
+    >>> [tuple(layer.shape) for layer in vitlab.attention(model, torch.zeros(1, 3, 32, 32))]
+    [(1, 3, 5, 5), (1, 3, 5, 5)]
     """
     return list(each_attention(model, images))
 

@@ -81,7 +81,19 @@ def create(name: str, **settings: Any) -> Model:
 
 
 def build(config: ModelConfig) -> Model:
-    """The model a config describes, with fresh weights."""
+    """The model that a config describes, with new random weights.
+
+    Args:
+        config: a `ViTConfig` or a `ResNetConfig`, such as the `config` of another model.
+
+    Returns:
+        The model in training mode on the CPU, in float32.
+
+    >>> import vitlab
+    >>> model = vitlab.create("Ti/16", image_size=32, depth=1, classes=2)
+    >>> vitlab.build(model.config).config == model.config
+    True
+    """
     return ViT(config) if isinstance(config, ViTConfig) else ResNet(config)
 
 

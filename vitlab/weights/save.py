@@ -22,10 +22,25 @@ def save(
     preprocess: Preprocess | None = None,
     labels: Sequence[str] | None = None,
 ) -> None:
-    """Write a model to a folder for `vitlab.load`, completely or not at all.
+    """Write a model to a folder that `vitlab.load` takes, completely or not at all.
 
-    Preprocessing and class names default to those the model was loaded with. An existing run folder keeps its other
-    files; models of other programs are never overwritten.
+    Args:
+        model: a vitlab model, compiled by torch or not.
+        folder: a new folder, or a vitlab run folder whose model is replaced. Other programs' models are never
+            overwritten.
+        preprocess: how images become the model's input; by default as in `model.card`.
+        labels: class names in the model's order; by default those in `model.card`.
+
+    Raises:
+        UserError: if it is not a vitlab model, the number of labels is not that of the classes, the folder holds
+            something else, or it cannot be written.
+
+    >>> import tempfile, vitlab
+    >>> folder = tempfile.mkdtemp() + "/model"
+    >>> model = vitlab.create("Ti/16", image_size=32, depth=1, classes=2)
+    >>> vitlab.save(model, folder, labels=["cat", "dog"])
+    >>> vitlab.load(folder).card.labels
+    ('cat', 'dog')
     """
     inner: Any = getattr(model, "_orig_mod", model)
     if not isinstance(inner, ViT | ResNet):
