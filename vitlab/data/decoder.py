@@ -60,7 +60,7 @@ def decode_bytes(
     formats: tuple[str, ...] | None = None,
     most_pixels: int | None = None,
 ) -> Image.Image:
-    """The RGB image in the bytes of a file, rotated as its EXIF states; raises Undecodable and MemoryError.
+    """The RGB image in the bytes of a file, rotated as its EXIF states; raises DecodeError and MemoryError.
 
     Where `shrink` allows, a JPEG is decoded at a fraction of its size. Transparent pixels are laid over white; of an
     animation the first frame is used. An image of more than `most_pixels` is refused.
@@ -82,7 +82,7 @@ def decode_bytes(
 
 
 def check_pixel_count(image: Image.Image, data: bytes | bytearray, most: int | None) -> None:
-    """Raise Undecodable for an image, or a frame inside it, of more than `most` pixels."""
+    """Raise DecodeError for an image, or a frame inside it, of more than `most` pixels."""
     deep = image.mode.startswith(("I", "F"))
     width, height = max(image.size, largest_frame(data) if image.format == "AVIF" else (0, 0), key=math.prod)
     if most is not None and width * height * (DEEP_COST if deep else 1) > most:

@@ -37,7 +37,7 @@ class Header:
 
 
 def read_header(data: Buffer) -> Header | None:
-    """The header of an ordinary still JPEG, PNG or WebP; None for anything else. Raises Absurd."""
+    """The header of an ordinary still JPEG, PNG or WebP; None for anything else. Raises ImpossibleHeader."""
     if data[:3] == b"\xff\xd8\xff":
         return jpeg_header(data)
     if data[:8] == b"\x89PNG\r\n\x1a\n":

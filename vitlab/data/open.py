@@ -90,8 +90,8 @@ def assign_splits(title: str, splits: Mapping[str, ImageSource], holdout: float)
         return Data(title, train, test, validation, note)
     if validation is not None:
         return Data(title, train, validation, None, note + "test is the set's validation split")
-    held = np.zeros(len(train), bool)
-    held[pick(train.labels, lambda count: held_out(count, holdout), keys(0, HOLDOUT, np.arange(len(train))))] = True
+    held, hashed = np.zeros(len(train), bool), keys(0, HOLDOUT, np.arange(len(train)))
+    held[pick(train.labels, lambda count: held_out(count, holdout), hashed)] = True
     note += f"test is {holdout:.0%} of the images, held out class by class"
     return Data(title, Subset(train, np.flatnonzero(~held)), Subset(train, np.flatnonzero(held)), None, note)
 

@@ -67,7 +67,7 @@ class Sandbox:
         self.closed = False
 
     def decode(self, data: bytes | bytearray, request: Wanted, shrink: Shrink | None = None) -> Image.Image:
-        """The upright RGB image; raises Undecodable where it cannot be decoded within the budget."""
+        """The upright RGB image; raises DecodeError where it cannot be decoded within the budget."""
         deadline = time.monotonic() + self.budget.wall
         for last in (False, True):
             try:
