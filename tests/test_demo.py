@@ -42,7 +42,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_shows_mistakes_steps_and_predictions(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     console = recording()
-    demo.tell(console, out)
+    demo.show(console, out)
     text = printed(console)
     assert "12 of its mistakes:" in text
     assert "cut into 4 x 4 patches of 2 x 2 pixels" in text
@@ -94,7 +94,7 @@ def test_another_run_in_its_folder_is_not_changed(out: Path, monkeypatch: pytest
 def test_it_works_without_matplotlib(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     console = recording()
-    demo.tell(console, out)
+    demo.show(console, out)
     assert "no figures: figures need matplotlib" in printed(console)
     assert "Next, with your own photos" in printed(console)
 

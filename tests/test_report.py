@@ -39,7 +39,7 @@ from vitlab.report.images import MOST, worst_mistakes
 from vitlab.report.page import Subject, templates
 from vitlab.training.loop import train
 from vitlab.training.recipe import make_recipe
-from vitlab.training.trust import remember
+from vitlab.training.trust import remember_recipe
 
 VITLAB = Path(sys.executable).with_name("vitlab")
 CHROMIUM = Path("/usr/bin/chromium")
@@ -347,7 +347,7 @@ def test_an_unfinished_run_and_data_that_moved_are_errors(run: Path, tmp_path: P
         write_report(tmp_path)
     for name in ("model.safetensors", "config.json", "log.jsonl"):
         (tmp_path / name).write_bytes((run / name).read_bytes())
-    remember(tmp_path / "recipe.json")
+    remember_recipe(tmp_path / "recipe.json")
     with pytest.raises(UserError, match="name it: vitlab report RUN DATA"):
         write_report(tmp_path)
 

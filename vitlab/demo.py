@@ -23,7 +23,7 @@ from vitlab.models.vit import ViT
 from vitlab.predict.files import predict_files
 from vitlab.training.recipe import Recipe
 from vitlab.training.recipes import find
-from vitlab.training.setup import stored_recipe
+from vitlab.training.setup import read_recipe
 from vitlab.weights import load
 from vitlab.weights.formats.vitlab import WEIGHTS
 
@@ -44,7 +44,7 @@ def begin(console: Console, out: Path) -> tuple[Recipe, bool]:
     """The recipe, and whether there is a run in `out` to resume."""
     recipe = find("digits").recipe
     images = len(open_data(recipe.data, seed=recipe.seed).train)
-    resume = stored_recipe(out) is not None
+    resume = read_recipe(out) is not None
     if resume and (out / WEIGHTS).exists():
         print_line(console, f"{out} already has the demo's model, which is used (remove the folder to train again)")
     else:
@@ -53,7 +53,7 @@ def begin(console: Console, out: Path) -> tuple[Recipe, bool]:
     return recipe, resume
 
 
-def tell(console: Console, out: Path) -> None:
+def show(console: Console, out: Path) -> None:
     """Show what the finished run in `out` predicts, and write samples and figures to its folder."""
     data = open_data(find("digits").recipe.data)
     model = load(out)

@@ -31,7 +31,7 @@ from vitlab.data.parquet import splits as parquet_splits
 from vitlab.errors import UserError
 from vitlab.report.history import read_history
 from vitlab.training import checkpoint
-from vitlab.training.setup import last, stored_recipe
+from vitlab.training.setup import last, read_recipe
 
 REFUSED = (UserError, BrokenImage)
 Read = Callable[[bytes], None]
@@ -190,7 +190,7 @@ def run_reader(name: str) -> Callable[[Path], Read]:
 
         def read(data: bytes) -> None:
             (run / name).write_bytes(data)
-            stored_recipe(run)
+            read_recipe(run)
             checkpoint.find(last(run))
             read_history(run)
 
@@ -283,13 +283,13 @@ def parquet_reader(folder: Path) -> Read:
 
 def flat_reader(folder: Path) -> Read:
     """The same as parquet_reader without its process for each file: faster, and with coverage."""
-    from vitlab.data.parquet_reader import Flat
+    from vitlab.data.parquet_reader import FlatCopyWriter
 
     def read(data: bytes) -> None:
         path = folder / "train.parquet"
         path.write_bytes(data)
         try:
-            Flat(str(path), str(folder / "copy")).write()
+            FlatCopyWriter(str(path), str(folder / "copy")).write()
         except Exception as error:  # which that process reports as an error
             raise UserError(str(error)) from None
 

@@ -19,11 +19,11 @@ from timing import assert_below, seconds
 
 from vitlab.data import folder
 from vitlab.data.av1 import largest_frame
-from vitlab.data.decoder import Undecodable, decode_bytes
-from vitlab.data.headers import Absurd, Header, read_header
+from vitlab.data.decoder import DecodeError, decode_bytes
+from vitlab.data.headers import Header, ImpossibleHeader, read_header
 from vitlab.data.images import BrokenImage, decode, is_plain, sandbox
 from vitlab.data.loader import TrainLoader
-from vitlab.data.sandbox import Budget, Sandbox, Wanted
+from vitlab.data.sandbox import Budget, DecodeRequest, Sandbox
 from vitlab.data.transforms import Augment, eval_pixels
 from vitlab.models.config import Preprocess
 
@@ -118,14 +118,14 @@ def test_a_png_of_a_million_chunks() -> None:
 
 def test_time_is_limited_and_the_next_picture_is_read() -> None:
     box, good = Sandbox(Budget(cpu=1, wall=15)), encoded(picture(3))
-    with pytest.raises(Undecodable, match=r"more than 1 s of a core|longer than 15 s"):
-        box.decode(bombs.scans(), Wanted())
-    assert np.array_equal(box.decode(good, Wanted()), picture(3))
+    with pytest.raises(DecodeError, match=r"more than 1 s of a core|longer than 15 s"):
+        box.decode(bombs.scans(), DecodeRequest())
+    assert np.array_equal(box.decode(good, DecodeRequest()), picture(3))
     box.budget = Budget(wall=0.5)
-    with pytest.raises(Undecodable, match=r"longer than 0\.5 s"):
-        box.decode(bombs.odd_maxval(), Wanted())
+    with pytest.raises(DecodeError, match=r"longer than 0\.5 s"):
+        box.decode(bombs.odd_maxval(), DecodeRequest())
     box.budget = Budget()
-    assert np.array_equal(box.decode(good, Wanted()), picture(3))
+    assert np.array_equal(box.decode(good, DecodeRequest()), picture(3))
     box.kill(close=True)
 
 
@@ -133,9 +133,9 @@ def test_time_is_limited_and_the_next_picture_is_read() -> None:
 def test_memory_is_limited_and_the_next_picture_is_read(bomb: str) -> None:
     """Two gigabytes for a tile, hundreds of megabytes for a frame; the limit here is lower than either."""
     box = Sandbox(Budget(memory=200_000_000))
-    with pytest.raises(Undecodable):
-        box.decode(getattr(bombs, bomb)(), Wanted())
-    assert np.array_equal(box.decode(encoded(picture(3)), Wanted()), picture(3))
+    with pytest.raises(DecodeError):
+        box.decode(getattr(bombs, bomb)(), DecodeRequest())
+    assert np.array_equal(box.decode(encoded(picture(3)), DecodeRequest()), picture(3))
     assert box.process is not None
     status = Path(f"/proc/{box.process.pid}/status").read_text()
     assert int(status.split("VmHWM:")[1].split()[0]) < 300_000  # kB, at its peak
@@ -145,10 +145,10 @@ def test_memory_is_limited_and_the_next_picture_is_read(bomb: str) -> None:
 def test_more_pixels_than_allowed() -> None:
     box = Sandbox()
     for data in (bombs.inner_frame(), wide(100, 101, "PNG")):
-        with pytest.raises(Undecodable, match="pixels") as refused:
-            box.decode(data, Wanted(most_pixels=10_000))
+        with pytest.raises(DecodeError, match="pixels") as refused:
+            box.decode(data, DecodeRequest(most_pixels=10_000))
         assert refused.value.fault == "large"
-    assert box.decode(wide(100, 100, "PNG"), Wanted(most_pixels=10_000)).size == (100, 100)
+    assert box.decode(wide(100, 100, "PNG"), DecodeRequest(most_pixels=10_000)).size == (100, 100)
     box.kill(close=True)
 
 
@@ -158,7 +158,7 @@ def test_more_pixels_than_allowed() -> None:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "GIF", "WEBP"])
 def test_the_process_gives_the_same_pixels(kind: str) -> None:
     data = wide(61, 47, kind)
-    assert np.array_equal(sandbox().decode(data, Wanted()), decode_bytes(data))
+    assert np.array_equal(sandbox().decode(data, DecodeRequest()), decode_bytes(data))
 
 
 def test_large_pictures_come_in_bands() -> None:
@@ -170,7 +170,7 @@ def test_large_pictures_come_in_bands() -> None:
 
 def test_framing_in_the_process_is_evaluation() -> None:
     data, preprocess = wide(61, 47, "PNG"), Preprocess(crop=0.9, interpolation="bicubic")
-    found = sandbox().decode(data, Wanted(size=(32, 24), preprocess=preprocess))
+    found = sandbox().decode(data, DecodeRequest(size=(32, 24), preprocess=preprocess))
     assert np.array_equal(np.asarray(found).transpose(2, 0, 1), eval_pixels(decode_bytes(data), (32, 24), preprocess))
 
 
@@ -181,16 +181,16 @@ def test_jpegs_shrink_in_the_process_too() -> None:
         asked.append(size)
         return 4.0
 
-    assert sandbox().decode(data, Wanted(), shrink).size == (100, 75)
+    assert sandbox().decode(data, DecodeRequest(), shrink).size == (100, 75)
     assert asked == [(300, 400)]
 
 
 def test_a_process_that_was_killed_is_replaced() -> None:
     box, good = Sandbox(), encoded(picture(3))
-    box.decode(good, Wanted())
+    box.decode(good, DecodeRequest())
     assert box.process is not None
     os.kill(box.process.pid, signal.SIGKILL)
-    assert np.array_equal(box.decode(good, Wanted()), picture(3))
+    assert np.array_equal(box.decode(good, DecodeRequest()), picture(3))
     box.kill(close=True)
 
 
@@ -199,8 +199,8 @@ def test_killing_ends_the_work_at_once() -> None:
 
     def work() -> None:
         try:
-            box.decode(bombs.scans(), Wanted())
-        except Undecodable as bad:
+            box.decode(bombs.scans(), DecodeRequest())
+        except DecodeError as bad:
             faults.append(bad.why)
 
     thread = threading.Thread(target=work)
@@ -263,7 +263,7 @@ def test_exif_that_cannot_be_read_is_ignored() -> None:
 
 
 def test_both_entry_points_refuse_impossible_headers() -> None:
-    with pytest.raises(Absurd):
+    with pytest.raises(ImpossibleHeader):
         read_header(bombs.scans(64, 600))
     with pytest.raises(BrokenImage):
         decode(bombs.scans(64, 600), "x")

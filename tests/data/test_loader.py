@@ -12,7 +12,7 @@ import torch
 from pictures import arrays, picture, write_folder
 from PIL import Image
 
-from vitlab.data.decoder import Shrink
+from vitlab.data.decoder import DecodeHint
 from vitlab.data.images import BrokenImage
 from vitlab.data.loader import Batch, EvalLoader, TrainLoader
 from vitlab.data.open import open_data
@@ -262,7 +262,7 @@ def test_too_many_broken_images(damaged: Path, resident: bool) -> None:
 
 
 class AllBroken(ArraySource):
-    def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
+    def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         raise BrokenImage(self.name(index), "always broken")
 
 
@@ -284,7 +284,7 @@ def test_broken_images_in_evaluation_are_an_error(damaged: Path, workers: int) -
 class Fatal(ArraySource):
     """Its worker is killed, as by the system when memory runs out, at image 11."""
 
-    def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
+    def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         if index == 11:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().image(index, shrink)

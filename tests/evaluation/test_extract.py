@@ -16,7 +16,7 @@ from numpy.testing import assert_array_equal
 from PIL import Image
 
 import vitlab
-from vitlab.data.decoder import Shrink
+from vitlab.data.decoder import DecodeHint
 from vitlab.data.open import open_data
 from vitlab.data.source import ArraySource, Subset
 from vitlab.data.transforms import eval_image
@@ -40,7 +40,7 @@ class Counted(ArraySource):
         self.seen: list[int] = []
         self.stop_at = -1
 
-    def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
+    def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         if index == self.stop_at:
             raise KeyboardInterrupt
         self.seen.append(index)

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from PIL import Image
 
 from vitlab.predict import Classifier
-from vitlab.serving.server import address, listen
+from vitlab.serving.server import listen, server_url
 
 
 def create(classifier: Classifier) -> FastAPI:
@@ -32,6 +32,6 @@ def create(classifier: Classifier) -> FastAPI:
 
 if __name__ == "__main__":
     sock = listen("127.0.0.1", 0)
-    print("ready", address(sock), flush=True)
+    print("ready", server_url(sock), flush=True)
     config = uvicorn.Config(create(Classifier(sys.argv[1])), http="h11", loop="asyncio", log_level="critical")
     uvicorn.Server(config).run(sockets=[sock])

@@ -24,7 +24,7 @@ from vitlab.errors import UserError
 from vitlab.predict import Classifier
 from vitlab.serving.app import create_app
 from vitlab.serving.limits import Limits
-from vitlab.serving.service import Service, Settings
+from vitlab.serving.service import Service, ServiceSettings
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def client(run: Path, **settings: Any) -> Iterator[tuple[TestClient, Service]]:
-    service = Service(Classifier(run, "cpu"), Settings(name="small", **settings))
+    service = Service(Classifier(run, "cpu"), ServiceSettings(name="small", **settings))
     with TestClient(create_app(service)) as http:
         yield http, service
 
@@ -248,7 +248,7 @@ def test_more_bytes_than_all_uploads_together_may_hold(run: Path) -> None:
 
 def test_a_request_can_never_be_larger_than_the_queue(run: Path) -> None:
     with pytest.raises(UserError, match="can never fit a queue of 4"):
-        Service(Classifier(run, "cpu"), Settings(queue=4))
+        Service(Classifier(run, "cpu"), ServiceSettings(queue=4))
 
 
 # ---- failures of the model

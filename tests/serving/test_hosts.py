@@ -3,7 +3,7 @@
 import pytest
 
 from vitlab.errors import UserError
-from vitlab.serving.hosts import Hosts
+from vitlab.serving.hosts import AllowedHosts
 
 OURS = ["localhost", "LOCALHOST:8000", "localhost.", "127.0.0.1", "127.0.0.1:80", "127.9.9.9", "[::1]", "[::1]:8000"]
 NAMES = [
@@ -19,7 +19,7 @@ BROKEN = ["", " ", "::1", "[::1", "localhost:x", "localhost@evil", "a/b", "[evil
 
 @pytest.mark.parametrize("bound", ["127.0.0.1", "::1", "0.0.0.0", "::", "192.168.1.5"])
 def test_this_machine_is_accepted_and_other_names_are_not(bound: str) -> None:
-    hosts = Hosts(bound)
+    hosts = AllowedHosts(bound)
     assert [name for name in OURS if not hosts.allows(name)] == []
     assert [name for name in NAMES + BROKEN if hosts.allows(name)] == []
 
@@ -28,13 +28,13 @@ def test_this_machine_is_accepted_and_other_names_are_not(bound: str) -> None:
     ("bound", "expected"), [("127.0.0.1", False), ("192.168.1.5", True), ("192.168.1.6", False), ("0.0.0.0", True)]
 )
 def test_the_address_it_listens_on(bound: str, expected: bool) -> None:
-    assert Hosts(bound).allows("192.168.1.5:8000") is expected
+    assert AllowedHosts(bound).allows("192.168.1.5:8000") is expected
 
 
 def test_names_of_the_option() -> None:
-    hosts = Hosts("0.0.0.0", ["Lab.Example.", "gpu-1", "[fe80::1]"])
+    hosts = AllowedHosts("0.0.0.0", ["Lab.Example.", "gpu-1", "[fe80::1]"])
     assert all(map(hosts.allows, ["lab.example:80", "LAB.EXAMPLE", "gpu-1", "[fe80::1]:9"]))
     assert not hosts.allows("gpu-2")
     for wrong in ("http://lab", "lab:80", "", "a b", "*"):
         with pytest.raises(UserError, match="--host-name"):
-            Hosts("0.0.0.0", [wrong])
+            AllowedHosts("0.0.0.0", [wrong])

@@ -20,7 +20,7 @@ from servers import encoded, photo, save
 
 from vitlab.predict import Classifier
 from vitlab.serving.app import create_app
-from vitlab.serving.service import Service, Settings
+from vitlab.serving.service import Service, ServiceSettings
 
 EXAMPLES = 150  # of each route
 CHECKS = [
@@ -66,7 +66,7 @@ class Lasting(Service):
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BaseSchema]:
     run = save(tmp_path_factory.mktemp("schema") / "small")
-    service = Lasting(Classifier(run, "cpu"), Settings())
+    service = Lasting(Classifier(run, "cpu"), ServiceSettings())
     yield schemathesis.openapi.from_asgi("/openapi.json", create_app(service))
     Service.close(service)
 

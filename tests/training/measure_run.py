@@ -6,11 +6,11 @@ from pathlib import Path
 
 from vitlab.training.parallel import process_group
 from vitlab.training.recipe import override
-from vitlab.training.setup import prepare_run, stored_recipe
+from vitlab.training.setup import prepare_run, read_recipe
 from vitlab.training.trainer import Trainer
 
 folder, target, *settings = sys.argv[1:]
-recipe = stored_recipe(Path(folder))
+recipe = read_recipe(Path(folder))
 assert recipe is not None
 with process_group("cpu") as cluster:
     trainer = Trainer(prepare_run(override(recipe, settings), Path(folder), cluster, resume=True), cluster)

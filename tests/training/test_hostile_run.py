@@ -17,7 +17,7 @@ from vitlab.report.history import read_history
 from vitlab.training import checkpoint
 from vitlab.training.checkpoint import find_checkpoint
 from vitlab.training.loop import train
-from vitlab.training.setup import continued_recipe, stored_recipe
+from vitlab.training.setup import read_recipe, recipe_to_resume
 
 NONSENSE = {
     **{text: text for text in ("null", "[]", "{}", "1", '"x"', "NaN", "1e999", "", "{", "true", '{"recipe": null}')},
@@ -48,7 +48,7 @@ def put(path: Path, text: str) -> None:
 
 
 def resume(run: Path) -> None:
-    recipe = continued_recipe(run, [])
+    recipe = recipe_to_resume(run, [])
     assert recipe is not None
     train(recipe, run, resume=True, data=few_digits())
 
@@ -83,7 +83,7 @@ def test_recipe(run: Path, text: str) -> None:
     put(run / "recipe.json", text)
     assert_one_error_line(lambda: write_report(run))
     assert_one_error_line(lambda: resume(run))
-    assert_one_error_line(lambda: stored_recipe(run))
+    assert_one_error_line(lambda: read_recipe(run))
 
 
 def test_every_field_of_a_recipe(made: Path, run: Path) -> None:
@@ -97,7 +97,7 @@ def test_every_field_of_a_recipe(made: Path, run: Path) -> None:
             shutil.copy(made / "recipe.json", run / "recipe.json")
             change_value(run / "recipe.json", keys, text)
             try:
-                stored_recipe(run)
+                read_recipe(run)
             except UserError as error:
                 rejected += len(str(error).splitlines()) == 1
     assert rejected > 5 * len(fields)
@@ -145,7 +145,7 @@ def test_state_falls_back_to_the_older_one(
 @pytest.mark.parametrize("sealed", [False, True])
 def test_an_impossible_state_is_skipped(run: Path, key: str, text: str, sealed: bool) -> None:
     change_value(run / "checkpoints" / "last" / "state.json", (key,), text, sealed=sealed)
-    recipe = stored_recipe(run)
+    recipe = read_recipe(run)
     assert recipe is not None
     from vitlab.training.setup import check_meta
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vitlab.data.loader import Batch
-from vitlab.evaluation.accuracy import hits
+from vitlab.evaluation.accuracy import count_hits
 from vitlab.training.objectives import (
     SIGMOID_BIAS,
     Classification,
@@ -53,11 +53,11 @@ def test_hits_against_a_sort() -> None:
         order = sorted(range(12), key=lambda k: -row[k])
         top1 += order[0] == label
         top5 += label in order[:5]
-    assert hits(logits, labels).tolist() == [50, top1, top5]
+    assert count_hits(logits, labels).tolist() == [50, top1, top5]
 
 
 def test_three_classes_are_all_among_the_first_five() -> None:
-    assert hits(torch.randn(9, 3), torch.randint(3, (9,))).tolist()[2] == 9
+    assert count_hits(torch.randn(9, 3), torch.randint(3, (9,))).tolist()[2] == 9
 
 
 def batches(sizes: list[int]) -> list[Batch]:
@@ -82,7 +82,7 @@ def test_uneven_batches_are_counted_completely() -> None:
     model, parts = Plain(), batches([7, 7, 3])
     images, labels = torch.cat([p.images for p in parts]), torch.cat([p.labels for p in parts])
     right = int((model(images).argmax(-1) == labels).sum())
-    counts = torch.stack([hits(model(p.images), p.labels) for p in parts]).sum(0)
+    counts = torch.stack([count_hits(model(p.images), p.labels) for p in parts]).sum(0)
     assert counts.tolist() == [17, right, 17]  # four classes: all among the first five
     cpu = torch.device("cpu")
     spare = partial(blank_batch, (2, 2), cpu)

@@ -15,7 +15,7 @@ from small_runs import records, skip_report, train_small
 from vitlab.errors import UserError
 from vitlab.report import write_report
 from vitlab.training import trust
-from vitlab.training.setup import continued_recipe
+from vitlab.training.setup import recipe_to_resume
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -82,9 +82,9 @@ def test_a_restarted_process_runs_no_command(
 
 def test_even_ones_own_command_must_be_named_again(made: Path, tmp_path: Path) -> None:
     run = receive(made, tmp_path / "run", data=f"pipe:touch {tmp_path}/ran; exit 1")
-    trust.remember(run / "recipe.json")
+    trust.remember_recipe(run / "recipe.json")
     with pytest.raises(UserError, match="only taken from the command line"):
-        continued_recipe(run, [])
+        recipe_to_resume(run, [])
     with pytest.raises(UserError, match="only taken from the command line"):
         write_report(run)
     assert not (tmp_path / "ran").exists()
@@ -129,11 +129,11 @@ def test_a_path_on_the_command_line_is_opened(made: Path, tmp_path: Path, comman
 def test_untrusted_weights_are_not_opened(made: Path, tmp_path: Path) -> None:
     run = receive(made, tmp_path / "run", weights=str(made))
     data = f"data={made.parent / 'photos'}"
-    assert continued_recipe(run, [data]) is not None  # the checkpoint replaces them
+    assert recipe_to_resume(run, [data]) is not None  # the checkpoint replaces them
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(UserError, match=r"weights .* are not opened unasked"):
-        continued_recipe(run, [data])
-    assert continued_recipe(run, [data, f"weights={made}"]) is not None
+        recipe_to_resume(run, [data])
+    assert recipe_to_resume(run, [data, f"weights={made}"]) is not None
 
 
 def test_ones_own_run_is_trusted(made: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_built_in_sets_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     train_small(tmp_path / "run", steps=4)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another-user"))
     assert not trust.is_trusted(tmp_path / "run" / "recipe.json")
-    assert continued_recipe(tmp_path / "run", []) is not None
+    assert recipe_to_resume(tmp_path / "run", []) is not None
     assert write_report(tmp_path / "run").exists()
 
 

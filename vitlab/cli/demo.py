@@ -26,4 +26,4 @@ def demo(out: Annotated[Path, typer.Option(help="The run's folder.")] = Path("ru
             train_and_report(recipe, out, resume)
         except Stopped as stop:
             raise Stopped(stop.code - 128, "stopped and saved; the same command continues from there") from None
-        demo.tell(console, out)
+        demo.show(console, out)

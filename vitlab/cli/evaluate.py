@@ -79,9 +79,9 @@ def evaluate(
 def find_holdout(run: str, data: str) -> tuple[float, bool]:
     """The share of `data` that a run held out for testing, and whether the run was trained on the rest of it."""
     from vitlab.training.recipe import Recipe
-    from vitlab.training.setup import stored_recipe
+    from vitlab.training.setup import read_recipe
 
-    recipe = stored_recipe(Path(run).expanduser())
+    recipe = read_recipe(Path(run).expanduser())
     trained = recipe is not None and recipe.data.rstrip("/") == data.rstrip("/")
     return (recipe.holdout if recipe is not None and trained else Recipe.holdout), trained
 

@@ -38,7 +38,7 @@ def fewshot(
     Features are computed once; each draw is then solved in closed form, so there is no training and no tuning.
     """
     from vitlab.evaluation.features import FeatureSet
-    from vitlab.evaluation.fewshot import check, few_shot
+    from vitlab.evaluation.fewshot import check_shots, few_shot
     from vitlab.terminal import progress
 
     counts = options.parse_list(
@@ -48,7 +48,7 @@ def fewshot(
     options.check_json_file(json_file)
     features = FeatureSet(run, data, keep=keep, batch=batch, workers=workers, device=device)
     classes = features.data.classes
-    notes = check(features.data.train.labels, features.data.test.labels, counts, classes)
+    notes = check_shots(features.data.train.labels, features.data.test.labels, counts, classes)
     console.print(features.describe(), soft_wrap=True)
     with stoppable(options.describe_stop(features.keep)):
         train, test = features.extract(features.data.train, "train"), features.extract(features.data.test, "test")

@@ -33,12 +33,12 @@ def finetune(
     """Fine-tune a model on your classes. Settings that you leave out are chosen to fit the data and this machine."""
     with stoppable(STOPPED_EARLY):
         from vitlab.device import memory_errors
-        from vitlab.training.parallel import process_group, restarted
-        from vitlab.training.setup import continued_recipe
+        from vitlab.training.parallel import is_restarted, process_group
+        from vitlab.training.setup import recipe_to_resume
 
-        pairs, resume = settings or [], resume or restarted()
+        pairs, resume = settings or [], resume or is_restarted()
         given = [f"data={data}", *([f"weights={weights}"] if weights else []), *pairs]
-        if resume and (stored := continued_recipe(out, given)) is not None:
+        if resume and (stored := recipe_to_resume(out, given)) is not None:
             train_and_report(stored, out, resume, accept)
             return
         device = next((pair.removeprefix("device=") for pair in reversed(pairs) if pair.startswith("device=")), "auto")

@@ -12,7 +12,7 @@ from vitlab.terminal import Terminal, printable
 
 if TYPE_CHECKING:
     from vitlab.predict.files import PredictSummary
-    from vitlab.predict.formats import Kind
+    from vitlab.predict.formats import FormatName
 
 
 @app.command(
@@ -65,14 +65,14 @@ def predict(
         raise typer.Exit(1)
 
 
-def choose_format(as_json: bool, as_csv: bool, out: Path | None) -> "Kind":
-    from vitlab.predict.formats import ENDINGS
+def choose_format(as_json: bool, as_csv: bool, out: Path | None) -> "FormatName":
+    from vitlab.predict.formats import FORMAT_OF_SUFFIX
 
     if as_json and as_csv:
         raise UserError("choose one of --json and --csv")
     if as_json or as_csv:
         return "json" if as_json else "csv"
-    return "table" if out is None else ENDINGS.get(out.suffix.lower(), "table")
+    return "table" if out is None else FORMAT_OF_SUFFIX.get(out.suffix.lower(), "table")
 
 
 def print_broken(summary: "PredictSummary") -> None:

@@ -54,11 +54,11 @@ def probe(
     options.check_json_file(json_file)
     features = FeatureSet(run, data, keep=keep, batch=batch, workers=workers, device=device)
     d = features.data
-    neighbors.check(counts, temperature, len(d.train))
-    notes = fewshot.check(d.train.labels, d.test.labels, classes=d.classes)
+    neighbors.check_neighbors(counts, temperature, len(d.train))
+    notes = fewshot.check_shots(d.train.labels, d.test.labels, classes=d.classes)
     own = d.validation if len(penalties) > 1 else None
     if own is not None:
-        fewshot.check(d.train.labels, own.labels, classes=d.classes, split="validation")
+        fewshot.check_shots(d.train.labels, own.labels, classes=d.classes, split="validation")
     torch_device = pick_device(device)
     torch_device = pick_device("cpu") if torch_device.type == "mps" else torch_device  # MPS has no float64
     console.print(features.describe(), soft_wrap=True)

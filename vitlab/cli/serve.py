@@ -15,7 +15,7 @@ from vitlab.terminal import printable
 from vitlab.text import listed
 
 if TYPE_CHECKING:
-    from vitlab.serving.service import Settings
+    from vitlab.serving.service import ServiceSettings
 
 
 @app.command(
@@ -65,7 +65,7 @@ def serve(
 
     require_packages()
     from vitlab.serving.limits import Limits
-    from vitlab.serving.service import Settings
+    from vitlab.serving.service import ServiceSettings
 
     token = os.environ.get("VITLAB_TOKEN") if token is None else token  # typer ignores an empty variable
     if token is not None and not token.strip():
@@ -79,7 +79,7 @@ def serve(
         header_seconds=min(10.0, timeout),
         answer_seconds=min(5.0, timeout),
     )
-    settings = Settings(
+    settings = ServiceSettings(
         name=Path(run).name or run,
         token=token,
         max_batch=max_batch,
@@ -102,22 +102,22 @@ def parse_formats(text: str) -> tuple[str, ...]:
     return names
 
 
-def run_server(run: str, device: str, host: str, port: int, settings: "Settings", names: list[str]) -> None:
+def run_server(run: str, device: str, host: str, port: int, settings: "ServiceSettings", names: list[str]) -> None:
     """Load the model, listen, and print the address; returns when the server has been stopped."""
     from vitlab.predict import Classifier
     from vitlab.serving import server
     from vitlab.serving.app import create_app
-    from vitlab.serving.hosts import Hosts
+    from vitlab.serving.hosts import AllowedHosts
     from vitlab.serving.service import Service
 
     sock = server.listen(host, port)
     address = sock.getsockname()[0]
-    hosts = Hosts(address, [host, *names])
+    hosts = AllowedHosts(address, [host, *names])
     with console.status(f"loading {escape(printable(run))}"):
         service = Service(Classifier(run, device), settings)
 
     def started() -> None:
-        console.print(f"{settings.name} on {service.classifier.device}: {server.address(sock)}")
+        console.print(f"{settings.name} on {service.classifier.device}: {server.server_url(sock)}")
         if settings.token is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             console.print(
                 "anyone who reaches this machine can use it; VITLAB_TOKEN=... requires a token", style="yellow"

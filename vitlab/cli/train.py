@@ -32,14 +32,14 @@ def train(
     Ctrl-C saves a checkpoint first. The finished folder is a model that every other verb can read.
     """
     with stoppable(STOPPED_EARLY):
-        from vitlab.training.parallel import restarted
+        from vitlab.training.parallel import is_restarted
         from vitlab.training.recipe import override
         from vitlab.training.recipes import check_ready, find
-        from vitlab.training.setup import continued_recipe
+        from vitlab.training.setup import recipe_to_resume
 
-        pairs, resume = settings or [], resume or restarted()
+        pairs, resume = settings or [], resume or is_restarted()
         if recipe is None or "=" in recipe:  # no name: the recipe is stored in the folder
-            stored = continued_recipe(out, [recipe, *pairs] if recipe else pairs) if resume else None
+            stored = recipe_to_resume(out, [recipe, *pairs] if recipe else pairs) if resume else None
             if stored is None:
                 raise UserError("name a recipe, as in `vitlab train digits`; `vitlab recipes` lists them")
             train_and_report(stored, out, resume, accept)

@@ -35,11 +35,11 @@ MAX_ASPECT = 50  # a longer image is cropped to this ratio first: resizing all o
 
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")  # odd tags, which do not affect the pixels
 
-Shrink = Callable[[Size], float]  # how many times smaller an image of this size (height, width) may be decoded
+DecodeHint = Callable[[Size], float]  # how many times smaller an image of this size (height, width) may be decoded
 DecodeFault = Literal["broken", "unknown", "large"]
 
 
-class Undecodable(Exception):
+class DecodeError(Exception):
     """Bytes that cannot be decoded: the kind of fault, and the reason."""
 
     def __init__(self, fault: DecodeFault, why: str) -> None:
@@ -56,7 +56,7 @@ def readers() -> tuple[str, ...]:
 
 def decode_bytes(
     data: bytes | bytearray,
-    shrink: Shrink | None = None,
+    shrink: DecodeHint | None = None,
     formats: tuple[str, ...] | None = None,
     most_pixels: int | None = None,
 ) -> Image.Image:
@@ -73,12 +73,12 @@ def decode_bytes(
         image.load()  # a TIFF is rotated by its reader, which then removes the tag
         turn = orientation(image)
         return to_rgb(image if turn == 1 else image.transpose(TRANSPOSE[turn]))
-    except (Undecodable, MemoryError):
+    except (DecodeError, MemoryError):
         raise
     except UnidentifiedImageError:
-        raise Undecodable("unknown", "it is not an image of a known kind") from None
+        raise DecodeError("unknown", "it is not an image of a known kind") from None
     except Exception as error:  # decoders raise nearly anything on broken bytes
-        raise Undecodable("broken", brief(error)) from None
+        raise DecodeError("broken", brief(error)) from None
 
 
 def check_pixel_count(image: Image.Image, data: bytes | bytearray, most: int | None) -> None:
@@ -87,7 +87,7 @@ def check_pixel_count(image: Image.Image, data: bytes | bytearray, most: int | N
     width, height = max(image.size, largest_frame(data) if image.format == "AVIF" else (0, 0), key=math.prod)
     if most is not None and width * height * (DEEP_COST if deep else 1) > most:
         fourfold = " that count fourfold, being of 16 bits or more" if deep else ""
-        raise Undecodable("large", f"{width} x {height} pixels{fourfold}")
+        raise DecodeError("large", f"{width} x {height} pixels{fourfold}")
 
 
 def orientation(image: Image.Image) -> int:
@@ -99,7 +99,7 @@ def orientation(image: Image.Image) -> int:
     return value if value in TRANSPOSE else 1
 
 
-def _draft(image: Image.Image, shrink: Shrink) -> None:
+def _draft(image: Image.Image, shrink: DecodeHint) -> None:
     width, height = image.size
     factor = shrink((width, height) if orientation(image) >= 5 else (height, width))
     if factor >= 2:  # the decoder offers halves, quarters and eighths, and never goes below the requested size

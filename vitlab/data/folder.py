@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vitlab.data.decoder import Shrink
+from vitlab.data.decoder import DecodeHint
 from vitlab.data.images import EXTENSIONS, decode
 from vitlab.data.source import LabeledSource
 from vitlab.data.split_names import SPLIT_NAMES
@@ -29,7 +29,7 @@ class FileSource(LabeledSource):
     def name(self, index: int) -> str:
         return str(self.root / os.fsdecode(self.paths[index]))
 
-    def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
+    def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         name = self.name(index)
         return decode(name, name, shrink)
 
@@ -60,7 +60,7 @@ def scan(root: Path) -> list[tuple[str, str]]:
     images = []
     for entry in subfolders(root):
         label = valid_text(entry.name)
-        found = [(label, os.path.relpath(path, root)) for path in walk(Path(entry))]
+        found = [(label, os.path.relpath(path, root)) for path in walk_images(Path(entry))]
         if not found:
             log.warning("the class folder '%s' has no images and is not used", entry.path)
         images += found
@@ -74,7 +74,7 @@ def subfolders(root: Path) -> list[os.DirEntry[str]]:
     return sorted(folders, key=lambda e: e.name)
 
 
-def walk(folder: Path) -> Iterator[str]:
+def walk_images(folder: Path) -> Iterator[str]:
     """Image files at any depth; links are followed, each folder once. Pipes and devices are skipped with a warning."""
     seen = set()
     for path, folders, files in os.walk(folder, followlinks=True):

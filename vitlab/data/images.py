@@ -12,9 +12,9 @@ from typing import BinaryIO
 
 from PIL import Image
 
-from vitlab.data.decoder import DecodeFault, Shrink, Undecodable, decode_bytes
-from vitlab.data.headers import Absurd, read_header
-from vitlab.data.sandbox import Sandbox, Wanted
+from vitlab.data.decoder import DecodeError, DecodeFault, DecodeHint, decode_bytes
+from vitlab.data.headers import ImpossibleHeader, read_header
+from vitlab.data.sandbox import DecodeRequest, Sandbox
 
 EXTENSIONS = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".jp2"}
@@ -33,7 +33,7 @@ class BrokenImage(Exception):
         self.name, self.why, self.fault = name, why, fault
 
 
-def decode(file: str | Path | BinaryIO | bytes, name: str, shrink: Shrink | None = None) -> Image.Image:
+def decode(file: str | Path | BinaryIO | bytes, name: str, shrink: DecodeHint | None = None) -> Image.Image:
     """The RGB image in a file, rotated as its EXIF states; raises BrokenImage with the given name.
 
     `shrink` returns how many times smaller it may be: a JPEG is then decoded at a fraction of its size.
@@ -42,8 +42,8 @@ def decode(file: str | Path | BinaryIO | bytes, name: str, shrink: Shrink | None
         data = file if isinstance(file, bytes) else read_file(file)
         if is_plain(data) or os.name != "posix":  # other systems have no such limits
             return decode_bytes(data, shrink)
-        return sandbox().decode(data, Wanted(), shrink)
-    except Undecodable as error:
+        return sandbox().decode(data, DecodeRequest(), shrink)
+    except DecodeError as error:
         raise BrokenImage(name, error.why, error.fault) from None
     except MemoryError:
         raise BrokenImage(name, "there is not enough memory to decode it") from None
@@ -53,8 +53,8 @@ def is_plain(data: bytes | bytearray) -> bool:
     """Whether the cost of decoding a file is known, and small."""
     try:
         header = read_header(data)
-    except Absurd as error:
-        raise Undecodable("broken", str(error)) from None
+    except ImpossibleHeader as error:
+        raise DecodeError("broken", str(error)) from None
     return header is not None and header.pixels <= PLAIN_PIXELS and header.work <= PLAIN_WORK
 
 
@@ -67,12 +67,12 @@ def read_file(file: str | Path | BinaryIO) -> bytes:
         with open(handle, "rb") as opened:
             about = os.fstat(handle)
             if not stat.S_ISREG(about.st_mode):
-                raise Undecodable("broken", "it is not a regular file")
+                raise DecodeError("broken", "it is not a regular file")
             if about.st_size > MAX_FILE_BYTES:
-                raise Undecodable("large", f"it is larger than {MAX_FILE_BYTES >> 20} MB")
+                raise DecodeError("large", f"it is larger than {MAX_FILE_BYTES >> 20} MB")
             return opened.read(MAX_FILE_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
-        raise Undecodable("broken", getattr(error, "strerror", None) or str(error)) from None
+        raise DecodeError("broken", getattr(error, "strerror", None) or str(error)) from None
 
 
 # ---- one process with limits for each thread that needs one

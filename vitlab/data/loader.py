@@ -21,7 +21,7 @@ from vitlab.data.resident import BYTES_AT_ONCE, ResidentSet, fits_on_device
 from vitlab.data.rng import ORDER, SHARDS, Ints, Keys, keys, permutation
 from vitlab.data.source import ImageSource
 from vitlab.data.transforms import Augment, normalize
-from vitlab.data.workers import AHEAD, Broken, Chunk, EvalReader, Order, TrainReader, chunk_size, read_batches
+from vitlab.data.workers import AHEAD, BrokenEntry, Chunk, EvalReader, Samples, TrainReader, chunk_size, read_batches
 from vitlab.device import send
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
@@ -52,7 +52,7 @@ class BatchPlan:
     mix: Mix | None
 
     @property
-    def samples(self) -> Order:
+    def samples(self) -> Samples:
         return list(zip(self.index.tolist(), self.key.tolist(), strict=True))
 
 
@@ -174,7 +174,7 @@ class TrainLoader:
             goal = torch.lerp(goal[partner], goal[:b], own[:, None])
         return Batch(images, labels[:b], goal, index[:b].to(self.device, non_blocking=True))
 
-    def _record_broken(self, broken: list[Broken]) -> None:
+    def _record_broken(self, broken: list[BrokenEntry]) -> None:
         for index, name, why in broken:
             if index not in self.broken:
                 self.broken[index] = name

@@ -46,7 +46,7 @@ def open_data(
     commit = hub.commit_of(next(iter(splits.values())))
     data = replace(data, note=f"{data.note}; the hub's commit {commit}") if commit else data
     for split, source in data.splits.items():
-        check(source, spec, split)
+        check_split(source, spec, split)
     chosen = subset_indices(data.train, seed, subset, per_class)
     return data if chosen is None else replace(data, train=Subset(data.train, chosen))
 
@@ -91,12 +91,12 @@ def assign_splits(title: str, splits: Mapping[str, ImageSource], holdout: float)
     if validation is not None:
         return Data(title, train, validation, None, note + "test is the set's validation split")
     held, hashed = np.zeros(len(train), bool), keys(0, HOLDOUT, np.arange(len(train)))
-    held[pick(train.labels, lambda count: held_out(count, holdout), hashed)] = True
+    held[pick_per_class(train.labels, lambda count: holdout_size(count, holdout), hashed)] = True
     note += f"test is {holdout:.0%} of the images, held out class by class"
     return Data(title, Subset(train, np.flatnonzero(~held)), Subset(train, np.flatnonzero(held)), None, note)
 
 
-def held_out(count: int, share: float) -> int:
+def holdout_size(count: int, share: float) -> int:
     """How many images of a class are held out: at least one and not all; a single image stays in training."""
     return min(max(1, round(count * share)), count - 1)
 
@@ -109,7 +109,7 @@ def subset_indices(source: ImageSource, seed: int, subset: float | None, per_cla
     if subset is not None:
         if not 0 < subset <= 1:
             raise UserError(f"subset must be above 0 and at most 1, not {subset}")
-        return pick(source.labels, lambda count: max(1, round(count * subset)), hashed)
+        return pick_per_class(source.labels, lambda count: max(1, round(count * subset)), hashed)
     if per_class is None:
         return None
     if per_class < 1:
@@ -117,10 +117,10 @@ def subset_indices(source: ImageSource, seed: int, subset: float | None, per_cla
     short = int((np.bincount(source.labels) < per_class).sum())
     if short:
         log.warning("%d classes have fewer than %d training images; all of them are used", short, per_class)
-    return pick(source.labels, lambda count: min(per_class, count), hashed)
+    return pick_per_class(source.labels, lambda count: min(per_class, count), hashed)
 
 
-def pick(labels: Ints, quota: Callable[[int], int], hashed: Keys) -> Ints:
+def pick_per_class(labels: Ints, quota: Callable[[int], int], hashed: Keys) -> Ints:
     """Of each class the `quota(count)` images with the lowest hashes, as ascending indices."""
     _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     order = np.lexsort((hashed, inverse))
@@ -129,7 +129,7 @@ def pick(labels: Ints, quota: Callable[[int], int], hashed: Keys) -> Ints:
     return np.sort(order[rank < np.repeat(quotas, counts)])
 
 
-def check(source: ImageSource, spec: str, split: str) -> None:
+def check_split(source: ImageSource, spec: str, split: str) -> None:
     """Raise UserError unless the split has images, two classes or more, and valid labels."""
     if len(source) == 0:
         raise UserError(f"'{spec}' has no images in its {split} split; put some there or name another set")

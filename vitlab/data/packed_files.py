@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vitlab.data.decoder import Shrink
+from vitlab.data.decoder import DecodeHint
 from vitlab.data.images import MAX_FILE_BYTES, BrokenImage, decode
 from vitlab.data.rng import Ints
 from vitlab.data.source import LabeledSource
@@ -40,7 +40,7 @@ class PackedSource(LabeledSource):
             self.opened[file] = self.open_file(self.paths[file])
         return os.pread(self.opened[file].fileno(), length, offset)
 
-    def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
+    def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         try:
             return decode(self._encoded(index), "", shrink)
         except BrokenImage as error:

@@ -32,7 +32,7 @@ MAX_NAME_LENGTH = 1000  # characters of an image's name
 def main(path: str, copy: str) -> None:
     limit_memory()
     try:
-        reply = {"note": Flat(path, copy).write()}
+        reply = {"note": FlatCopyWriter(path, copy).write()}
     except UserError as error:
         reply = {"error": str(error)}
     except MemoryError:
@@ -51,7 +51,7 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-class Flat:
+class FlatCopyWriter:
     """Copies the images and labels of one file, row by row."""
 
     def __init__(self, path: str, copy: str) -> None:

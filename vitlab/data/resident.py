@@ -15,13 +15,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitlab.data.decoder import FILTERS, Shrink
+from vitlab.data.decoder import FILTERS, DecodeHint
 from vitlab.data.images import BrokenImage
 from vitlab.data.randaugment import randaugment
 from vitlab.data.rng import Floats, Ints, Keys
 from vitlab.data.source import ImageSource
 from vitlab.data.transforms import Augment, crop_boxes, draw_flips, to_pixels
-from vitlab.data.workers import Broken, EvalReader, read_all
+from vitlab.data.workers import BrokenEntry, EvalReader, read_all
 from vitlab.device import send
 from vitlab.errors import UserError
 from vitlab.models.config import Interpolation, Preprocess, Size
@@ -60,7 +60,7 @@ class ResidentSet:
         self.stored = stored_size(source, size, memory_budget(device))
         self.ratio: Floats = np.ones(len(source))
         self.pixels = torch.zeros(len(source), 3, *self.stored, dtype=torch.uint8, device=device)  # (n, 3, H, W)
-        self.broken: list[Broken] = []
+        self.broken: list[BrokenEntry] = []
         start = 0
         for chunk in read_all(StretchReader(source, self.stored, preprocess), len(source), workers, "decoding once"):
             part = slice(start, start + len(chunk.index))
@@ -96,7 +96,7 @@ class ResidentSet:
 class StretchReader(EvalReader):
     """Images stretched to the stored size, without any crop; broken ones are black."""
 
-    def shrink(self, key: int) -> Shrink:
+    def shrink(self, key: int) -> DecodeHint:
         return lambda picture: min(picture[0] / self.size[0], picture[1] / self.size[1])
 
     def convert(self, image: Image.Image, key: int) -> Tensor:

@@ -24,7 +24,7 @@ from typing import Any
 
 from PIL import Image
 
-from vitlab.data.decoder import Shrink, Undecodable, decode_bytes, frame_image
+from vitlab.data.decoder import DecodeError, DecodeHint, decode_bytes, frame_image
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
 from vitlab.settings import check_types, from_json, to_json
@@ -44,7 +44,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DecodeRequest:
     """How a file is decoded: the formats allowed, the most pixels, and the frame of the result."""
 
     formats: tuple[str, ...] | None = None
@@ -66,7 +66,7 @@ class Sandbox:
         self.lock = threading.Lock()  # held while starting or killing the process
         self.closed = False
 
-    def decode(self, data: bytes | bytearray, request: Wanted, shrink: Shrink | None = None) -> Image.Image:
+    def decode(self, data: bytes | bytearray, request: DecodeRequest, shrink: DecodeHint | None = None) -> Image.Image:
         """The upright RGB image; raises DecodeError where it cannot be decoded within the budget."""
         deadline = time.monotonic() + self.budget.wall
         for last in (False, True):
@@ -74,15 +74,17 @@ class Sandbox:
                 return self._request(data, request, shrink, deadline)
             except TimeoutError:
                 self.kill()
-                raise Undecodable("broken", f"it took longer than {self.budget.wall:g} s to decode") from None
+                raise DecodeError("broken", f"it took longer than {self.budget.wall:g} s to decode") from None
             except (OSError, EOFError):
                 code = self._exit_code()
                 killed = code in (-signal.SIGKILL, -signal.SIGTERM)  # from outside: not because of the image
                 if last or not killed:
-                    raise Undecodable("broken", self._reason(code)) from None
+                    raise DecodeError("broken", self._reason(code)) from None
         raise AssertionError("unreachable")
 
-    def _request(self, data: bytes | bytearray, request: Wanted, shrink: Shrink | None, deadline: float) -> Image.Image:
+    def _request(
+        self, data: bytes | bytearray, request: DecodeRequest, shrink: DecodeHint | None, deadline: float
+    ) -> Image.Image:
         wire = self.start()
         send(wire, {**to_json(request), "bytes": len(data), "shrink": shrink is not None}, data, deadline)
         answer = receive_header(wire, deadline)
@@ -90,7 +92,7 @@ class Sandbox:
             send(wire, {"factor": float(shrink(tuple(answer["ask"])))}, deadline=deadline)
             answer = receive_header(wire, deadline)
         if "fault" in answer:
-            raise Undecodable(answer["fault"], answer["why"])
+            raise DecodeError(answer["fault"], answer["why"])
         return receive_image(wire, (answer["width"], answer["height"]), deadline)
 
     def start(self) -> socket.socket:
@@ -234,7 +236,7 @@ def serve(file: int, cpu: int, memory: int, nice: int) -> None:
 
 
 def answer_request(wire: socket.socket, header: dict[str, Any], data: bytearray, memory: int) -> None:
-    request = from_json(Wanted, {key: header[key] for key in ("formats", "most_pixels", "size", "preprocess")})
+    request = from_json(DecodeRequest, {key: header[key] for key in ("formats", "most_pixels", "size", "preprocess")})
 
     def ask(size: Size) -> float:
         send(wire, {"ask": size})
@@ -244,7 +246,7 @@ def answer_request(wire: socket.socket, header: dict[str, Any], data: bytearray,
         image = decode_bytes(data, ask if header["shrink"] else None, request.formats, request.most_pixels)
         if request.size is not None:
             image = frame_image(image, request.size, request.preprocess)
-    except Undecodable as error:
+    except DecodeError as error:
         send(wire, {"fault": error.fault, "why": error.why})
     except MemoryError:
         send(wire, {"fault": "broken", "why": too_much_memory(memory)})

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitlab.data.decoder import Shrink
+from vitlab.data.decoder import DecodeHint
 from vitlab.data.rng import Ints
 
 
@@ -28,7 +28,7 @@ class ImageSource(Protocol):
         """The file or row, for logs."""
         ...
 
-    def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
+    def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         """The upright RGB image; raises BrokenImage. `shrink` allows a smaller one, see decoder.py."""
         ...
 
@@ -79,7 +79,7 @@ class ArraySource(LabeledSource):
     def name(self, index: int) -> str:
         return f"{self.title} {index}"
 
-    def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
+    def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         return Image.fromarray(self.pixels[index])
 
 
@@ -94,5 +94,5 @@ class Subset(LabeledSource):
     def name(self, index: int) -> str:
         return self.source.name(int(self.indices[index]))
 
-    def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
+    def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         return self.source.image(int(self.indices[index]), shrink)

@@ -13,7 +13,7 @@ from torch import Tensor
 from vitlab.data.images import BrokenImage
 from vitlab.data.rng import SAMPLES, Ints, keys
 from vitlab.data.source import Data, ImageSource
-from vitlab.data.workers import Broken, ImageReader, read_all
+from vitlab.data.workers import BrokenEntry, ImageReader, read_all
 from vitlab.terminal import printable
 
 FEW_IMAGES = 5  # training images below which a class is hardly learnable
@@ -29,7 +29,7 @@ class SplitSummary:
     counts: Ints  # (K,) images per class
     sizes: Ints  # (n, 2) heights and widths, without broken images
     hashes: Ints  # (n,) of the pixels; 0 for broken images
-    broken: tuple[Broken, ...]
+    broken: tuple[BrokenEntry, ...]
 
 
 @dataclass(frozen=True)

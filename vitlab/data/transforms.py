@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitlab.data.decoder import FILTERS, Shrink, frame_image
+from vitlab.data.decoder import FILTERS, DecodeHint, frame_image
 from vitlab.data.rng import CROP, FLIP, Floats, Keys, uniforms
 from vitlab.device import send
 from vitlab.errors import UserError
@@ -119,7 +119,7 @@ def crop_and_resize(image: Image.Image, box: Floats, size: Size, preprocess: Pre
     return to_pixels(image)
 
 
-def shrink_for_crop(key: int, size: Size, augment: Augment, preprocess: Preprocess) -> Shrink:
+def shrink_for_crop(key: int, size: Size, augment: Augment, preprocess: Preprocess) -> DecodeHint:
     """How much smaller an image may be decoded, given the crop that its key will draw."""
 
     def shrink(picture: Size) -> float:

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_convert
 
-from vitlab.data.decoder import Shrink
+from vitlab.data.decoder import DecodeHint
 from vitlab.data.images import BrokenImage
 from vitlab.data.randaugment import randaugment
 from vitlab.data.source import ImageSource
@@ -30,14 +30,14 @@ AHEAD = 4  # chunks that each worker keeps ready
 MAX_BROKEN_RUN = 100  # consecutive broken images before the data set is given up
 GRACE = 10  # seconds a worker stays after SIGTERM, so that the main process can finish its step
 
-Order = Sequence[tuple[int, int]]  # (index, key) of each image of a chunk or batch
-Broken = tuple[int, str, str]  # index, name, reason
+Samples = Sequence[tuple[int, int]]  # (index, key) of each image of a chunk or batch
+BrokenEntry = tuple[int, str, str]  # index, name, reason
 
 
 class Images(Protocol):
     """Images by index; every ImageSource is one."""
 
-    def image(self, index: int, shrink: Shrink | None = None) -> Image.Image: ...
+    def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image: ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Chunk:
 
     pixels: Tensor  # (c, 3, h, w) uint8
     index: Tensor  # (c,)
-    broken: tuple[Broken, ...] = ()
+    broken: tuple[BrokenEntry, ...] = ()
     error: str = ""
     ratio: Tensor = field(default_factory=lambda: torch.empty(0))  # (c,) width over height of the original images
 
@@ -71,18 +71,18 @@ class ImageReader(Dataset[Chunk]):
         """The tensor in place of a broken image."""
         raise NotImplementedError
 
-    def shrink(self, key: int) -> Shrink | None:
+    def shrink(self, key: int) -> DecodeHint | None:
         """How much smaller an image may be decoded; None: not at all."""
         return None
 
-    def read(self, index: int, key: int) -> tuple[int, Image.Image | None, list[Broken]]:
+    def read(self, index: int, key: int) -> tuple[int, Image.Image | None, list[BrokenEntry]]:
         """The image at an index, None where it is broken; the index it came from; the broken images met."""
         try:
             return index, self.source.image(index, self.shrink(key)), []
         except BrokenImage as error:
             return index, None, [(index, error.name, error.why)]
 
-    def read_chunk(self, samples: Order) -> Chunk:
+    def read_chunk(self, samples: Samples) -> Chunk:
         tensors, indices, broken, ratios = [], [], [], []
         for sample, key in samples:
             index, image, skipped = self.read(sample, key)
@@ -93,7 +93,7 @@ class ImageReader(Dataset[Chunk]):
         ratio = torch.tensor(ratios, dtype=torch.float64)
         return Chunk(torch.stack(tensors), torch.tensor(indices), tuple(broken), ratio=ratio)
 
-    def __getitems__(self, samples: Order) -> Chunk:
+    def __getitems__(self, samples: Samples) -> Chunk:
         """For DataLoader. A UserError is returned as a value: raised in a worker, it would arrive as a traceback."""
         try:
             return self.read_chunk(samples)
@@ -124,11 +124,11 @@ class TrainReader(ImageReader):
     preprocess: Preprocess
     augment: Augment
 
-    def shrink(self, key: int) -> Shrink:
+    def shrink(self, key: int) -> DecodeHint:
         return shrink_for_crop(key, self.size, self.augment, self.preprocess)
 
-    def read(self, index: int, key: int) -> tuple[int, Image.Image, list[Broken]]:
-        broken: list[Broken] = []
+    def read(self, index: int, key: int) -> tuple[int, Image.Image, list[BrokenEntry]]:
+        broken: list[BrokenEntry] = []
         for place in range(index, index + min(MAX_BROKEN_RUN, len(self.source))):
             place %= len(self.source)
             try:
@@ -155,12 +155,12 @@ def chunk_size(batch: int, workers: int) -> int:
 
 
 def read_batches(
-    reader: ImageReader, batches: Iterable[Order], chunk: int, workers: int, ahead: int, pin: bool
+    reader: ImageReader, batches: Iterable[Samples], chunk: int, workers: int, ahead: int, pin: bool
 ) -> Iterator[list[Chunk]]:
     """The chunks, of at most `chunk` images, of each batch in turn; `batches` is read ahead and may be endless."""
     counts: deque[int] = deque()  # chunks of each batch that was asked for
 
-    def requests() -> Iterator[Order]:
+    def requests() -> Iterator[Samples]:
         for samples in batches:
             counts.append(math.ceil(len(samples) / chunk))
             yield from (samples[start : start + chunk] for start in range(0, len(samples), chunk))
@@ -177,7 +177,7 @@ def read_all(reader: ImageReader, count: int, workers: int, title: str) -> Itera
 
 
 def read_chunks(
-    reader: Dataset[Chunk], requests: Iterable[Order], workers: int, ahead: int, pin: bool
+    reader: Dataset[Chunk], requests: Iterable[Samples], workers: int, ahead: int, pin: bool
 ) -> Iterator[Chunk]:
     """The chunks in order, read by `workers` processes (0: by this one) that keep `ahead` chunks ready each.
 

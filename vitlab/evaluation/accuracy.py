@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def hits(logits: Tensor, labels: Tensor) -> Tensor:
+def count_hits(logits: Tensor, labels: Tensor) -> Tensor:
     """Count [images, top-1 hits, top-5 hits] of logits (B, K) and labels (B,), as a tensor (3,) on their device.
 
     With five classes or fewer every image is a top-5 hit.

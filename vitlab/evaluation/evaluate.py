@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vitlab.data.open import check, find_splits, open_data
+from vitlab.data.open import check_split, find_splits, open_data
 from vitlab.data.rng import Ints
 from vitlab.data.source import ImageSource
 from vitlab.errors import UserError
@@ -30,7 +30,7 @@ def open_split(spec: str, split: str, holdout: float = 0.2) -> tuple[ImageSource
         if len(splits) > 1:
             raise UserError(f"'{spec}' has the splits {listed(splits)}; choose one of them with --split")
         source = next(iter(splits.values()))
-        check(source, spec, split)
+        check_split(source, spec, split)
         return source, "every image of the set"
     if split not in SPLITS:
         raise UserError(f"there is no split '{split}'; write {listed(SPLITS)}")

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vitlab.data.open import pick
+from vitlab.data.open import pick_per_class
 from vitlab.data.rng import SUBSET, Floats, Ints, keys
 from vitlab.errors import UserError
 from vitlab.evaluation.classes import first_few
@@ -161,7 +161,7 @@ def few_shot(
     classes: Sequence[str] = (),
 ) -> Iterator[FewShot]:
     """Yield the result of each number of shots and each l2, in this order; `classes` are names for error messages."""
-    check(train.labels, test.labels, shots, classes)
+    check_shots(train.labels, test.labels, shots, classes)
     if min(l2, default=1) <= 0 or seeds < 1:
         raise UserError(f"l2 must be positive and there must be a seed, not {list(l2)} and {seeds}")
     present = np.unique(train.labels)
@@ -185,10 +185,10 @@ def support(labels: Ints, shots: int, seed: int) -> Ints:
     order = np.argsort(inverse, kind="stable")
     place = np.empty_like(labels)
     place[order] = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return pick(labels, lambda count: shots, keys(seed, SUBSET, labels, place))
+    return pick_per_class(labels, lambda count: shots, keys(seed, SUBSET, labels, place))
 
 
-def check(
+def check_shots(
     train: Ints, test: Ints, shots: Sequence[int | None] = (), classes: Sequence[str] = (), split: str = "test"
 ) -> list[str]:
     """Raise a UserError where labels (n,) and (m,) do not fit each other or the shots; return notes on the result."""

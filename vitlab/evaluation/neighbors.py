@@ -50,7 +50,7 @@ def knn(
     device: str | torch.device = "cpu",
 ) -> Iterator[Neighbors]:
     """Yield the result for each k, in this order, with a progress bar."""
-    check(k, temperature, len(train.labels))
+    check_neighbors(k, temperature, len(train.labels))
     cosines, index = nearest(train.values, test.values, max(k), device=device)
     labels = torch.from_numpy(train.labels)[index]  # (m, k)
     for number in k:
@@ -62,7 +62,7 @@ def knn(
         yield Neighbors(number, hits, len(labels))
 
 
-def check(k: Sequence[int], temperature: float, images: int) -> None:
+def check_neighbors(k: Sequence[int], temperature: float, images: int) -> None:
     if not 0 < temperature < math.inf:
         raise UserError(f"the temperature must be positive, not {temperature:g}")
     for number in k:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitlab.data.open import held_out, pick
+from vitlab.data.open import holdout_size, pick_per_class
 from vitlab.data.rng import HOLDOUT, Ints, keys
 from vitlab.errors import UserError
 from vitlab.evaluation.extract import Features
@@ -193,7 +193,7 @@ def split_for_sweep(train: Features, validation: Features | None) -> tuple[Featu
         return train, validation
     n = len(train.labels)
     aside = np.zeros(n, bool)
-    aside[pick(train.labels, lambda count: held_out(count, SHARE), keys(0, HOLDOUT, np.arange(n)))] = True
+    aside[pick_per_class(train.labels, lambda count: holdout_size(count, SHARE), keys(0, HOLDOUT, np.arange(n)))] = True
     if not aside.any():
         raise UserError("no class has two training images, so none can be set aside to choose l2 on; give one l2")
     return Features(train.values[~aside], train.labels[~aside]), Features(train.values[aside], train.labels[aside])

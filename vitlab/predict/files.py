@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from vitlab.data.workers import Broken
+from vitlab.data.workers import BrokenEntry
 from vitlab.device import pick_workers
 from vitlab.errors import Stopped, UserError
 from vitlab.predict.classifier import Classifier
-from vitlab.predict.formats import TOP, Format, Kind, make_format
+from vitlab.predict.formats import TOP, Format, FormatName, make_format
 from vitlab.predict.inputs import STDIN, Inputs, find_inputs
 from vitlab.predict.stream import PredictionBatch, predict_stream
 from vitlab.signals import catch_stop_signals
@@ -34,9 +34,9 @@ class PredictSummary:
     total: int
     done: int = 0
     broken: int = 0
-    first: list[Broken] = field(default_factory=list)
+    first: list[BrokenEntry] = field(default_factory=list)
 
-    def add_broken(self, broken: Sequence[Broken]) -> None:
+    def add_broken(self, broken: Sequence[BrokenEntry]) -> None:
         self.broken += len(broken)
         self.first += broken[: NAMED - len(self.first)]
 
@@ -45,7 +45,7 @@ def predict_files(
     run: str,
     paths: Sequence[str],
     *,
-    kind: Kind,
+    kind: FormatName,
     top: int | None = None,
     out: Path | None = None,
     device: str = "auto",

@@ -12,9 +12,9 @@ from vitlab.predict.classifier import Prediction
 from vitlab.predict.inputs import Inputs
 from vitlab.terminal import printable
 
-Kind = Literal["table", "json", "csv"]
-TOP: dict[Kind, int] = {"table": 1, "json": 5, "csv": 1}  # classes per image by default
-ENDINGS: dict[str, Kind] = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv"}
+FormatName = Literal["table", "json", "csv"]
+TOP: dict[FormatName, int] = {"table": 1, "json": 5, "csv": 1}  # classes per image by default
+FORMAT_OF_SUFFIX: dict[str, FormatName] = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv"}
 NAME_WIDTH, LABEL_WIDTH = 60, 30  # the most columns of a terminal for a path and for a class
 
 
@@ -86,7 +86,7 @@ class Csv:
         return text.getvalue()
 
 
-def make_format(kind: Kind, inputs: Inputs, labels: tuple[str, ...], top: int) -> Format:
+def make_format(kind: FormatName, inputs: Inputs, labels: tuple[str, ...], top: int) -> Format:
     if kind == "table":
         return Table(inputs, labels, top)
     return JsonLines() if kind == "json" else Csv(top)

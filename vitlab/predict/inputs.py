@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vitlab.data.decoder import Shrink
-from vitlab.data.folder import is_special, log, walk
+from vitlab.data.decoder import DecodeHint
+from vitlab.data.folder import is_special, log, walk_images
 from vitlab.data.images import EXTENSIONS, BrokenImage, decode
 from vitlab.errors import UserError
 from vitlab.predict.web import check_url, fetch, is_url, read_limited
@@ -32,7 +32,7 @@ class Inputs:
     def name(self, index: int) -> str:
         return os.fsdecode(self.names[index])
 
-    def image(self, index: int, shrink: Shrink | None = None) -> Image.Image:
+    def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         """The upright RGB image, or BrokenImage."""
         name = self.name(index)
         if name == STDIN:
@@ -59,7 +59,7 @@ def expand(argument: str, allow_url: bool) -> Iterator[str]:
         return iter([argument])
     path = os.path.expanduser(argument)
     if os.path.isdir(path):
-        return iter(sorted(walk(Path(path))))
+        return iter(sorted(walk_images(Path(path))))
     if os.path.exists(path):
         if is_special(path):
             raise UserError(f"'{argument}' is a pipe or a device, not a file; write '-' to read one image from a pipe")
@@ -76,7 +76,7 @@ def match_pattern(pattern: str) -> Iterator[str]:
         raise UserError(f"nothing matches '{pattern}'")
     for path in paths:
         if os.path.isdir(path):
-            yield from sorted(walk(Path(path)))
+            yield from sorted(walk_images(Path(path)))
         elif os.path.splitext(path)[1].lower() in EXTENSIONS:
             if is_special(path):
                 log.warning("'%s' is not a regular file and is skipped", path)

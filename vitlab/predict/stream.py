@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from vitlab.data.images import BrokenImage
 from vitlab.data.transforms import eval_pixels
-from vitlab.data.workers import CHUNK, Broken, Chunk, Order, read_chunks
+from vitlab.data.workers import CHUNK, BrokenEntry, Chunk, Samples, read_chunks
 from vitlab.models.config import Preprocess, Size
 from vitlab.predict.classifier import Classifier, Prediction
 from vitlab.predict.inputs import Inputs
@@ -29,7 +29,7 @@ class PredictionBatch:
     """The predictions of one batch, in the order of the inputs, and the files that could not be read."""
 
     good: tuple[Prediction, ...]
-    broken: tuple[Broken, ...]
+    broken: tuple[BrokenEntry, ...]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class ImageReader(Dataset[Chunk]):
     size: Size
     preprocess: Preprocess
 
-    def __getitems__(self, order: Order) -> Chunk:
+    def __getitems__(self, order: Samples) -> Chunk:
         pixels = torch.zeros(len(order), 3, *self.size, dtype=torch.uint8)
         broken = []
         for row, (index, _) in enumerate(order):

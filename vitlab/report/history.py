@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from vitlab.errors import UserError
 from vitlab.training.checkpoint import check_own_files
-from vitlab.training.log import LOG, number, part, read_log
+from vitlab.training.log import LOG, number_field, read_log, record_field
 from vitlab.training.recipe import Recipe
-from vitlab.training.setup import RECIPE, Stored, read_run
+from vitlab.training.setup import RECIPE, StoredRun, read_run
 from vitlab.weights.formats.vitlab import WEIGHTS
 
 Floats = NDArray[np.float64]
@@ -59,32 +59,32 @@ def read_history(folder: Path) -> History:
         raise UserError(f"{folder / LOG} is not the log of this run: {error}") from None
 
 
-def parse_history(stored: Stored, records: list[dict[str, Any]]) -> History:
+def parse_history(stored: StoredRun, records: list[dict[str, Any]]) -> History:
     steps = [record for record in records if "loss" in record]
     tests = [record for record in records if "test" in record]
-    speeds = [part(record, "speed") for record in records if "speed" in record]
+    speeds = [record_field(record, "speed") for record in records if "speed" in record]
     averaged = all("ema" in record for record in tests) and tests
     return History(
         stored.recipe,
         stored.images,
         *(column(steps, "step", np.int64), column(steps, "loss"), column(steps, "lr")),
         column(tests, "step", np.int64),
-        column([part(record, "test") for record in tests], "accuracy"),
-        column([part(record, "ema") for record in tests], "accuracy") if averaged else None,
+        column([record_field(record, "test") for record in tests], "accuracy"),
+        column([record_field(record, "ema") for record in tests], "accuracy") if averaged else None,
         training_seconds(speeds, stored.recipe.batch),
         float(np.median(column(speeds, "images_per_second"))) if speeds else 0.0,
     )
 
 
 def column(records: list[dict[str, Any]], key: str, kind: type = np.float64) -> Any:
-    return np.array([number(record, key) for record in records], kind)
+    return np.array([number_field(record, key) for record in records], kind)
 
 
 def training_seconds(speeds: list[dict[str, Any]], batch: int) -> float:
     """Seconds of all steps, from the speed between each two log records."""
     seconds, done = 0.0, 0.0
     for record in speeds:
-        step = number(record, "step")
-        seconds += (step - done) * batch / max(1e-9, number(record, "images_per_second"))
+        step = number_field(record, "step")
+        seconds += (step - done) * batch / max(1e-9, number_field(record, "images_per_second"))
         done = step
     return seconds

@@ -25,7 +25,7 @@ from vitlab.report.page import Subject, Tested, render
 from vitlab.terminal import progress
 from vitlab.training.recipe import Recipe
 from vitlab.training.setup import RECIPE
-from vitlab.training.trust import vet_data
+from vitlab.training.trust import check_trusted_data
 from vitlab.weights import load
 from vitlab.weights.formats.vitlab import WEIGHTS
 
@@ -44,7 +44,7 @@ def write_report(run: str | Path, data: str | Data | None = None, *, device: str
         pass
     history = read_history(folder)
     if data is None:
-        vet_data(history.recipe.data, folder / RECIPE, f"vitlab report {shlex.quote(str(run))} ")
+        check_trusted_data(history.recipe.data, folder / RECIPE, f"vitlab report {shlex.quote(str(run))} ")
     with memory_errors(f"making the report of {run}", "close other programs, or use --device cpu"):
         page = make_page(str(run), folder, history, data, device)
     with atomic_file(folder / NAME) as file:

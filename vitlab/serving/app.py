@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from vitlab import __version__
 from vitlab.serving import schema
 from vitlab.serving.explain import model_info
-from vitlab.serving.hosts import Hosts
+from vitlab.serving.hosts import AllowedHosts
 from vitlab.serving.middleware import SecurityMiddleware
 from vitlab.serving.service import Service
 
@@ -24,7 +24,7 @@ TopK = Annotated[int, Query(ge=1, le=1000, description="How many classes to retu
 ABOUT = "Image classification and attention maps of one Vision Transformer."
 
 
-def create_app(service: Service, hosts: Hosts | None = None) -> FastAPI:
+def create_app(service: Service, hosts: AllowedHosts | None = None) -> FastAPI:
     """The application; without `hosts` any Host header is accepted, and the program that embeds it has to check it."""
 
     @contextlib.asynccontextmanager

@@ -13,10 +13,10 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
-from vitlab.data.decoder import Undecodable
-from vitlab.data.headers import Absurd, Header, read_header
+from vitlab.data.decoder import DecodeError
+from vitlab.data.headers import Header, ImpossibleHeader, read_header
 from vitlab.data.images import PLAIN_WORK
-from vitlab.data.sandbox import Budget, Sandbox, Wanted
+from vitlab.data.sandbox import Budget, DecodeRequest, Sandbox
 from vitlab.data.transforms import to_pixels
 from vitlab.models.config import Preprocess, Size
 from vitlab.serving.limits import Limits, RequestError, short_number, try_again
@@ -33,7 +33,7 @@ class Decoders:
 
     def __init__(self, size: Size, preprocess: Preprocess, limits: Limits, processes: int) -> None:
         self.limits = limits
-        wanted = Wanted(limits.formats, limits.max_pixels, size, preprocess)
+        wanted = DecodeRequest(limits.formats, limits.max_pixels, size, preprocess)
         budget = Budget(limits.decode_seconds, 3.0 * limits.decode_seconds)
         self.quick = DecoderPool(processes, budget, wanted)
         self.slow = DecoderPool(max(1, processes // 2), budget, wanted, nice=SLOW_NICENESS, queue=SLOW_QUEUE)
@@ -56,12 +56,12 @@ class Decoders:
         try:
             header = read_header(upload.data)
             if header is not None and header.pixels > self.limits.max_pixels:
-                raise Undecodable("large", f"{header.width} x {header.height} pixels")
+                raise DecodeError("large", f"{header.width} x {header.height} pixels")
             pool = self.quick if self._is_cheap(header) else self.slow
             return await pool.decode(upload)
-        except Absurd as absurd:
+        except ImpossibleHeader as absurd:
             raise RequestError(422, f"'{upload.name}' is broken: {absurd}") from None
-        except Undecodable as bad:
+        except DecodeError as bad:
             raise self._request_error(upload, bad) from None
 
     def _is_cheap(self, header: Header | None) -> bool:
@@ -69,7 +69,7 @@ class Decoders:
             return False
         return header.pixels <= LARGE * self.limits.max_pixels and header.work <= PLAIN_WORK
 
-    def _request_error(self, upload: Upload, bad: Undecodable) -> RequestError:
+    def _request_error(self, upload: Upload, bad: DecodeError) -> RequestError:
         if bad.fault == "large":
             allowed = short_number(self.limits.max_pixels).rstrip()
             return RequestError(413, f"'{upload.name}' has {bad.why}, and {allowed} are allowed; send it smaller")
@@ -86,7 +86,9 @@ class Decoders:
 class DecoderPool:
     """Some processes with one queue, and a thread for each process that waits for its result."""
 
-    def __init__(self, processes: int, budget: Budget, wanted: Wanted, *, nice: int = 0, queue: int | None = None):
+    def __init__(
+        self, processes: int, budget: Budget, wanted: DecodeRequest, *, nice: int = 0, queue: int | None = None
+    ):
         self.wanted, self.queue, self.active = wanted, queue, 0
         self.sandboxes = [Sandbox(budget, nice=nice) for _ in range(processes)]
         self.free: SimpleQueue[Sandbox] = SimpleQueue()
@@ -139,7 +141,7 @@ class DecodeJob:
     def begin(self, sandbox: Sandbox) -> None:
         with self.lock:
             if self.cancelled:
-                raise Undecodable("broken", "decoding it was stopped")
+                raise DecodeError("broken", "decoding it was stopped")
             self.sandbox = sandbox
 
     def end(self) -> None:

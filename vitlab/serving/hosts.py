@@ -14,7 +14,7 @@ HEADER = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.%]+)\]|(?P<name>[^:\[\]/@]+))(?::\d
 NAME = re.compile(r"(?!-)[a-z0-9_.-]{1,253}")
 
 
-class Hosts:
+class AllowedHosts:
     """The names that a server without a token answers to; a page cannot have the token, so with one any name will do.
 
     `bound` is the address the server listens on, `names` those of --host-name.

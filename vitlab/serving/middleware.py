@@ -8,7 +8,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vitlab.serving.hosts import Hosts
+from vitlab.serving.hosts import AllowedHosts
 from vitlab.serving.limits import RequestError
 from vitlab.serving.metrics import Metrics
 from vitlab.serving.uploads import ClientDisconnected
@@ -36,7 +36,7 @@ class SecurityMiddleware:
     With a token, every path but the public ones requires it; without one, `hosts` decides which names are this server.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, token: str | None, hosts: Hosts | None = None) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, token: str | None, hosts: AllowedHosts | None = None) -> None:
         self.app, self.metrics, self.token, self.hosts = app, metrics, token, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

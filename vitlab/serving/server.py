@@ -104,7 +104,7 @@ def serve(
     Server(config, on_start, on_stop).run(sockets=[sock])
 
 
-def address(sock: socket.socket) -> str:
+def server_url(sock: socket.socket) -> str:
     """The URL of a bound socket."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -27,7 +27,7 @@ LAST_BATCH_SECONDS = 5.0  # for the batch that is running when all requests have
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServiceSettings:
     """How the server runs."""
 
     name: str = "model"
@@ -42,7 +42,7 @@ class Settings:
 class Service:
     """Answers requests; there is one for each server."""
 
-    def __init__(self, classifier: Classifier, settings: Settings) -> None:
+    def __init__(self, classifier: Classifier, settings: ServiceSettings) -> None:
         self.classifier, self.settings, self.limits = classifier, settings, settings.limits
         images, queue = self.limits.max_images, settings.queue
         if images > queue:

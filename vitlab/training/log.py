@@ -58,7 +58,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def part(record: dict[str, Any], key: str) -> dict[str, Any]:
+def record_field(record: dict[str, Any], key: str) -> dict[str, Any]:
     """A record inside a record; raises UserError where there is none."""
     value = record.get(key)
     if not isinstance(value, dict):
@@ -66,7 +66,7 @@ def part(record: dict[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
-def number(record: dict[str, Any], key: str) -> float:
+def number_field(record: dict[str, Any], key: str) -> float:
     """A finite number of a record; raises UserError for anything else."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e18:
@@ -77,5 +77,5 @@ def number(record: dict[str, Any], key: str) -> float:
 def last_report(path: Path) -> dict[str, float]:
     """The last test's report in a log, with averaged weights where the run has them; empty without a test."""
     tests = [record for record in read_log(path) if "test" in record]
-    report = part(tests[-1], "ema" if "ema" in tests[-1] else "test") if tests else {}
+    report = record_field(tests[-1], "ema" if "ema" in tests[-1] else "test") if tests else {}
     return {key: float(value) for key, value in report.items() if isinstance(value, float)}

@@ -15,7 +15,7 @@ from vitlab.signals import Interrupted, Signals, stoppable
 from vitlab.training.checkpoint import CheckpointMeta
 from vitlab.training.lock import run_lock
 from vitlab.training.log import LOG, last_report
-from vitlab.training.parallel import process_group, restarted
+from vitlab.training.parallel import is_restarted, process_group
 from vitlab.training.recipe import Recipe
 from vitlab.training.recorder import Recorder
 from vitlab.training.saver import Saver
@@ -47,7 +47,7 @@ def train(
 
     Raises UserError for what the user can fix, and Stopped after SIGINT or SIGTERM, with the state saved.
     """
-    began, out, resume = time.monotonic(), Path(out), resume or restarted()
+    began, out, resume = time.monotonic(), Path(out), resume or is_restarted()
     with (
         stoppable("stopped before the next step was done; continue by the same command with --resume") as signals,
         memory_errors("training", "set a smaller micro, batch, image_size or model, or recompute=true"),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitlab.data.loader import Batch
-from vitlab.evaluation.accuracy import hits
+from vitlab.evaluation.accuracy import count_hits
 from vitlab.models.config import Size
 from vitlab.training.parallel import Cluster
 
@@ -81,7 +81,7 @@ class Classification:
         logits = module(batch.images)
         targets = F.one_hot(batch.labels, logits.shape[-1]).float()
         loss = self.loss_function(logits, targets) * len(logits)
-        return torch.cat([hits(logits, batch.labels).to(loss), loss[None]])
+        return torch.cat([count_hits(logits, batch.labels).to(loss), loss[None]])
 
     def report(self, sums: list[float]) -> dict[str, float]:
         images, top1, top5, loss = sums

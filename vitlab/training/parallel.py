@@ -138,7 +138,7 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def restarted() -> bool:
+def is_restarted() -> bool:
     """Whether torchrun started this process to resume the work of one that was lost."""
     return restart_count() > 0
 

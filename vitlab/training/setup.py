@@ -36,7 +36,7 @@ from vitlab.training.checkpoint import (
 from vitlab.training.objectives import start_sigmoid
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, difference, override, resolve_length
-from vitlab.training.trust import check_trusted_weights, remember, vet_data
+from vitlab.training.trust import check_trusted_data, check_trusted_weights, remember_recipe
 from vitlab.weights import load
 from vitlab.weights.formats.vitlab import model_config, model_json
 
@@ -62,7 +62,7 @@ class RunSetup:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredRun:
     """The content of a run's recipe.json, checked: it may come from anywhere."""
 
     recipe: Recipe
@@ -72,7 +72,7 @@ class Stored:
     images: int
 
 
-def read_run(out: Path) -> Stored | None:
+def read_run(out: Path) -> StoredRun | None:
     """The run in a folder, or None; raises UserError where its recipe.json is damaged."""
     path = out / RECIPE
     if not os.path.lexists(path):
@@ -81,7 +81,7 @@ def read_run(out: Path) -> Stored | None:
         about = read_run_json(path)
         parts = {key: check_value(about.get(key), dict, key) for key in ("recipe", "model", "preprocess")}
         images = check_value(about.get("images"), int, "images")
-        return Stored(
+        return StoredRun(
             from_json(Recipe, parts["recipe"]),
             model_config(parts["model"], tensors=MOST_LAYERS),
             from_json(Preprocess, parts["preprocess"]),
@@ -92,20 +92,20 @@ def read_run(out: Path) -> Stored | None:
         raise UserError(f"{path} is not the recipe of a run: {brief(error)}; start again in a new --out") from None
 
 
-def stored_recipe(out: Path) -> Recipe | None:
+def read_recipe(out: Path) -> Recipe | None:
     stored = read_run(out)
     return None if stored is None else stored.recipe
 
 
-def continued_recipe(out: Path, pairs: list[str]) -> Recipe | None:
+def recipe_to_resume(out: Path, pairs: list[str]) -> Recipe | None:
     """The recipe to resume the run in a folder with, or None. Data and weights that it names must have been given by
     this user, now (in `pairs`) or when the run started; raises UserError otherwise."""
-    stored = stored_recipe(out)
+    stored = read_recipe(out)
     if stored is None:
         return None
     recipe, given = override(stored, pairs), {pair.partition("=")[0] for pair in pairs}
     if "data" not in given:
-        vet_data(stored.data, out / RECIPE, f"vitlab train --out {shlex.quote(str(out))} --resume data=")
+        check_trusted_data(stored.data, out / RECIPE, f"vitlab train --out {shlex.quote(str(out))} --resume data=")
     if recipe.weights is not None and "weights" not in given and not any((out / "checkpoints").glob("last*")):
         check_trusted_weights(recipe.weights, out / RECIPE)
     return recipe
@@ -157,7 +157,7 @@ def write_run_files(setup: RunSetup, *, new: bool, trial: bool) -> None:
     """Write the files that a run's folder has before the first step."""
     write_recipe(setup)
     if not trial:
-        remember(setup.out / RECIPE)
+        remember_recipe(setup.out / RECIPE)
         if new:
             manifest.write_manifest(setup.out, manifest.list_images(setup.data, setup.recipe.hash_data))
 
@@ -222,7 +222,7 @@ def write_recipe(setup: RunSetup) -> None:
         file.write(json.dumps(about, indent=1) + "\n")
 
 
-def check_same_classes(stored: Stored, data: Data, out: Path) -> None:
+def check_same_classes(stored: StoredRun, data: Data, out: Path) -> None:
     if stored.labels != tuple(data.classes):
         raise UserError(
             f"the run in {out} has {len(stored.labels)} classes, and {data.name} has {len(data.classes)}, or other "

@@ -22,7 +22,7 @@ def state_folder() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "vitlab"
 
 
-def remember(recipe: Path) -> None:
+def remember_recipe(recipe: Path) -> None:
     """Record that this user started the run of this recipe.json; a warning where that cannot be written."""
     try:
         folder = state_folder() / "runs"
@@ -39,7 +39,7 @@ def is_trusted(recipe: Path) -> bool:
         return False
 
 
-def vet_data(spec: str, recipe: Path, command: str) -> None:
+def check_trusted_data(spec: str, recipe: Path, command: str) -> None:
     """Raise UserError unless the data that a recipe.json names may be opened; the message is to type `command` DATA."""
     if spec in BUILT_IN:
         return
