@@ -192,7 +192,7 @@ def run_reader(name: str) -> Callable[[Path], Read]:
         def read(data: bytes) -> None:
             (run / name).write_bytes(data)
             read_recipe(run)
-            checkpoint.find(last_checkpoint(run))
+            checkpoint.find_checkpoint(last_checkpoint(run))
             read_history(run)
 
         return read
