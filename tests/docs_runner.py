@@ -17,7 +17,7 @@ from docs_commands import ROOT, Block
 from docs_standins import Page
 
 BIN = Path(sys.executable).parent
-LONGEST = 300  # seconds of one command: the demo's training, on a busy machine
+LONGEST = 900  # seconds of one command: the demo's training, on a busy machine
 NOWHERE = "http://127.0.0.1:9"
 # No way to the network but to this machine; programs of a cluster that only print or start what they are given.
 ENVIRONMENT = {
