@@ -185,13 +185,12 @@ def as_size(size: object) -> Size:
 
 def check_size(size: Size, stride: int) -> None:
     as_size(size)
-    if size[0] % stride == 0 and size[1] % stride == 0:
-        return
-    side = next(s for s in size if s % stride)
-    below, above = side // stride * stride, (side // stride + 1) * stride
-    fit = f"{below} or {above}" if below else f"{above}"
-    fix = f"use {fit} for {side}, or any other multiple of {stride}"
-    raise UserError(f"patches of {stride} pixels do not divide an image of {size[0]}x{size[1]}: {fix}")
+    for side in size:
+        if side % stride:
+            below, above = side // stride * stride, (side // stride + 1) * stride
+            fit = f"{below} or {above}" if below else f"{above}"
+            fix = f"use {fit} for {side}, or any other multiple of {stride}"
+            raise UserError(f"patches of {stride} pixels do not divide an image of {size[0]}x{size[1]}: {fix}")
 
 
 def check_stages(config: StemConfig | ResNetConfig) -> None:

@@ -137,7 +137,7 @@ def stem_config(name: str, stem: str, stride: int) -> tuple[StemConfig, int]:
 
 
 def name_of(config: ModelConfig) -> str | None:
-    """The name by which `configure` makes a model of this shape; None where it is nobody's."""
+    """The name by which `configure` makes a model of this shape; None if there is none."""
     if isinstance(config, ResNetConfig):
         depth = next((depth for depth, stages in STAGES.items() if stages == config.stages), None)
         return f"R{depth}x{config.width // 64}" if depth and config.width % 64 == 0 else None
