@@ -179,5 +179,5 @@ def test_a_missing_package_names_the_install_command(
     paths = {"RUN": str(model), "FOLDER": str(tmp_path), "new.onnx": str(tmp_path / "new.onnx")}
     code, _, err = command(*(paths.get(word, word.replace("FOLDER", str(tmp_path))) for word in words))
     assert code == 1
-    assert re.search(rf"pip install '?vitlab\[{extra}\]", err)
+    assert f"pip install 'vitlab[{extra}]'" in err
     assert err.splitlines()[-1].startswith("error: ")

@@ -26,7 +26,7 @@ SPARE = 120  # seconds that starting, training a small run and a last slow input
 def run(scale: float = 1.0, out: Path | None = None, seed: int = 0) -> list[Row]:
     """A row for every reader; inputs that broke one stay in `out`."""
     if importlib.util.find_spec("atheris") is None:
-        return [Row("hostile files", 0, "inputs", 0.0, ["Atheris is not installed: pip install vitlab[chaos]"])]
+        return [Row("hostile files", 0, "inputs", 0.0, ["Atheris is not installed: pip install 'vitlab[chaos]'"])]
     folder = out or Path(tempfile.mkdtemp(prefix="chaos-fuzz-"))
     jobs = [
         partial(fuzz, name, folder / name.replace(".", "-"), max(2, round(SECONDS.get(name, USUAL) * scale)), seed)

@@ -56,7 +56,7 @@ def test_readers_refuse_or_accept(name: str, shaken: tuple[Path, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="needs Atheris: pip install vitlab[chaos]")
+@pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="needs Atheris: pip install 'vitlab[chaos]'")
 def test_guided_by_coverage(tmp_path: Path) -> None:
     from chaos.fuzz import fuzz
 

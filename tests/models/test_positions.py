@@ -199,7 +199,7 @@ def test_one_table_per_layer_or_one_for_all() -> None:
 
 
 def relative_logits(model: Any) -> Tensor:
-    """With all queries alike and all keys alike, only the offsets tell two logits of a row apart."""
+    """With all queries alike and all keys alike, only the offsets distinguish two logits of a row."""
     with torch.no_grad():
         for block in model.blocks:
             block.attention.qkv.weight.zero_()
@@ -262,9 +262,9 @@ MEANINGLESS = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "mend"), MEANINGLESS)
-def test_meaningless(settings: dict[str, Any], mend: str) -> None:
+@pytest.mark.parametrize(("settings", "fix"), MEANINGLESS)
+def test_meaningless(settings: dict[str, Any], fix: str) -> None:
     with pytest.raises(UserError) as caught:
         small(**settings)
-    assert mend in str(caught.value)
+    assert fix in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -51,7 +51,7 @@ def mlp(x: Array, w: Weights, c: ViTConfig) -> Array:
 
 
 def offset_row(w: Weights, c: ViTConfig, i: int, j: int) -> Array:
-    """The embedding of where key j lies from query i."""
+    """The embedding of the offset of key j from query i."""
     own, patch, back = range(3)
     if c.token:
         if i == 0 or j == 0:

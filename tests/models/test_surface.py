@@ -269,7 +269,7 @@ def test_drop_path_leaves_out_whole_images(shape: tuple[int, ...]) -> None:
 
 
 def test_drop_path_grows_with_depth(randomize: Fill) -> None:
-    """Linearly, from nothing at the first layer to the whole rate at the last; both branches."""
+    """Linearly, from nothing at the first layer to the full rate at the last; both branches."""
     model = randomize(vitlab.build(small(depth=4, drop_path=0.6)))
     passed: dict[int, list[Tensor]] = {layer: [] for layer in range(4)}
     for layer, part in enumerate(model.blocks):

@@ -3,7 +3,8 @@
 import io
 import os
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -21,12 +22,13 @@ app = typer.Typer(
     epilog="Start with: [bold]vitlab demo[/bold]",
 )
 console = Terminal()
+Command = TypeVar("Command", bound=Callable[..., Any])
 NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc")  # in RuntimeErrors
 
 
-def examples(*commands: str) -> str:
-    """The epilog of a verb's help: one example per line."""
-    return "\n\n".join(["Examples:", *(f"[bold]{command}[/bold]" for command in commands)])
+def verb(*examples: str) -> Callable[[Command], Command]:
+    """Register a function as a verb, with examples of its use at the end of its help."""
+    return app.command(epilog="\n\n".join(["Examples:", *(f"[bold]{example}[/bold]" for example in examples)]))
 
 
 def main() -> None:

@@ -3,26 +3,22 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from vitlab.cli.app import app, console, examples
+from vitlab.cli.app import console, verb
+from vitlab.cli.options import KeyValues, key_values
 
 
-@app.command(
-    epilog=examples(
-        "vitlab convert ViT-B_16.npz vit-base --to vitlab",
-        "vitlab convert google/vit-base-patch16-224 vit.safetensors --to timm norm_eps=1e-6",
-    )
+@verb(
+    "vitlab convert ViT-B_16.npz vit-base --to vitlab",
+    "vitlab convert google/vit-base-patch16-224 vit.safetensors --to timm norm_eps=1e-6",
 )
 def convert(
-    source: Annotated[str, typer.Argument(help="A run folder, a file of weights, a hub id or a hub's folder.")],
-    target: Annotated[Path, typer.Argument(help="The file or folder to write; it must not exist.")],
-    to: Annotated[str, typer.Option("--to", help="vitlab, huggingface, timm, torchvision or google.")],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="What the source does not store: heads=12 gelu=tanh ..."),
-    ] = None,
-    format: Annotated[str | None, typer.Option(help="The source's format, if it could be two.")] = None,
+    source: Annotated[str, Argument(help="A run folder, a file of weights, a hub id or a hub's folder.")],
+    target: Annotated[Path, Argument(help="The file or folder to write; it must not exist.")],
+    to: Annotated[str, Option("--to", help="vitlab, huggingface, timm, torchvision or google.")],
+    settings: Annotated[KeyValues, key_values("What the source does not store: heads=12 gelu=tanh ...")] = None,
+    format: Annotated[str | None, Option(help="The source's format, if it could be two.")] = None,
 ) -> None:
     """Write weights in another library's format, tensor for tensor. A model that it cannot express is an error."""
     from vitlab.models.config import Size

@@ -2,37 +2,28 @@
 
 from typing import Annotated
 
-import typer
-from rich.table import Table
+from typer import Argument, Option
 
-from vitlab.cli.app import app, console, examples
-from vitlab.cli.options import parse_size
+from vitlab.cli.app import verb
+from vitlab.cli.options import KeyValues, key_values, parse_size, print_pairs
 from vitlab.errors import UserError
 
 PHOTO = 110e3  # bytes of a photo, ImageNet's mean
 
 
-@app.command(
-    name="cost",
-    epilog=examples(
-        "vitlab cost H/14 --images 303M --epochs 14 --tflops 400 --gpus 64",
-        "vitlab cost B/16 image_size=384 positions=relative",
-    ),
+@verb(
+    "vitlab cost H/14 --images 303M --epochs 14 --tflops 400 --gpus 64",
+    "vitlab cost B/16 image_size=384 positions=relative",
 )
-def cost_(
-    model: Annotated[str, typer.Argument(help="A model's name, such as B/16, R50+B/16 or R50x1.")],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the model, as of vitlab.create: image_size=384 ..."),
-    ] = None,
-    images: Annotated[str, typer.Option(help="Images in the training set; 1.28M and 303e6 are numbers too.")] = "303M",
-    epochs: Annotated[float, typer.Option(help="Passes over the training set.")] = 7,
-    tflops: Annotated[
-        float | None, typer.Option(help="Sustained speed of your machine, or of each GPU, TFLOP/s.")
-    ] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs that share the work.")] = 1,
-    batch: Annotated[int, typer.Option(min=1, help="Images per step, over all GPUs.")] = 4096,
-    micro: Annotated[int, typer.Option(min=1, help="Images per GPU at a time.")] = 64,
+def cost(
+    model: Annotated[str, Argument(help="A model's name, such as B/16, R50+B/16 or R50x1.")],
+    settings: Annotated[KeyValues, key_values("Settings of the model, as of vitlab.create: image_size=384 ...")] = None,
+    images: Annotated[str, Option(help="Images in the training set; 1.28M and 303e6 are numbers too.")] = "303M",
+    epochs: Annotated[float, Option(help="Passes over the training set.")] = 7,
+    tflops: Annotated[float | None, Option(help="Sustained speed of your machine, or of each GPU, TFLOP/s.")] = None,
+    gpus: Annotated[int, Option(min=1, help="GPUs that share the work.")] = 1,
+    batch: Annotated[int, Option(min=1, help="Images per step, over all GPUs.")] = 4096,
+    micro: Annotated[int, Option(min=1, help="Images per GPU at a time.")] = 64,
 ) -> None:
     """Compute what a training run costs: FLOPs, days at a given speed, memory, and images to read per second.
 
@@ -64,7 +55,4 @@ def cost_(
         rows.append((f"at {gpus * tflops:g} TFLOP/s", f"{days(flops, gpus * tflops):,.4g} days"))
         rows.append((f"steps of {batch:,} images", f"{count * epochs / batch:,.0f}, {batch / speed:.3g} s each"))
         rows.append(("images to read and decode", f"{speed:,.0f} a second, {speed * PHOTO / 1e6:,.0f} MB"))
-    table = Table(show_header=False, title=model)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    print_pairs(rows, title=model)

@@ -3,23 +3,21 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from vitlab.cli.app import app, console, examples
+from vitlab.cli.app import console, verb
 from vitlab.errors import UserError
 
 
-@app.command(
-    epilog=examples(
-        "vitlab data digits",
-        "vitlab data photos --picture photos.png",
-        "vitlab data 'shards/train-{000..009}.tar' --workers 8",
-    )
+@verb(
+    "vitlab data digits",
+    "vitlab data photos --picture photos.png",
+    "vitlab data 'shards/train-{000..009}.tar' --workers 8",
 )
 def data(
-    source: Annotated[str, typer.Argument(help="A folder, parquet files, tar shards, a hub id or a built-in set.")],
-    picture: Annotated[Path, typer.Option(help="The file for a picture of samples.")] = Path("samples.png"),
-    workers: Annotated[int, typer.Option(help="Processes that decode images.")] = 0,
+    source: Annotated[str, Argument(help="A folder, parquet files, tar shards, a hub id or a built-in set.")],
+    picture: Annotated[Path, Option(help="The file for a picture of samples.")] = Path("samples.png"),
+    workers: Annotated[int, Option(help="Processes that decode images.")] = 0,
 ) -> None:
     """Summarize a data set: classes, counts, sizes, broken files, duplicates across splits; and draw samples."""
     from vitlab.data.open import open_data

@@ -3,16 +3,16 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
-from vitlab.cli.app import app, console, examples
+from vitlab.cli.app import console, verb
 from vitlab.cli.runs import train_and_report
 from vitlab.errors import Stopped
 from vitlab.signals import stoppable
 
 
-@app.command(epilog=examples("vitlab demo", "vitlab demo --out runs/digits"))
-def demo(out: Annotated[Path, typer.Option(help="The run's folder.")] = Path("runs/demo")) -> None:
+@verb("vitlab demo", "vitlab demo --out runs/digits")
+def demo(out: Annotated[Path, Option(help="The run's folder.")] = Path("runs/demo")) -> None:
     """Train a small ViT on handwritten digits, test it and write its report: two minutes on a CPU, offline.
 
     The run stays in its folder, with digits as image files to try the other verbs on. What is finished is not done

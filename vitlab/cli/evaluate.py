@@ -3,11 +3,22 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.table import Table
+from typer import Option
 
-from vitlab.cli.app import app, console, examples
-from vitlab.cli.options import Batch, Data, Device, JsonFile, Run, Workers, check_json_file, describe_stop
+from vitlab.cli.app import console, verb
+from vitlab.cli.options import (
+    Batch,
+    Data,
+    Device,
+    JsonFile,
+    Run,
+    Workers,
+    check_json_file,
+    describe_stop,
+    numbers,
+    print_pairs,
+)
 from vitlab.signals import stoppable
 from vitlab.terminal import printable
 
@@ -18,27 +29,23 @@ if TYPE_CHECKING:
 SHOWN = 10  # classes and pairs of classes in the terminal; files have all
 
 
-@app.command(
-    epilog=examples(
-        "vitlab evaluate runs/digits digits",
-        "vitlab evaluate runs/pets photos/ --split all --out scores",
-        "vitlab evaluate vit.safetensors imagenet:/data/imagenet --real real.json",
-    )
+@verb(
+    "vitlab evaluate runs/digits digits",
+    "vitlab evaluate runs/pets photos/ --split all --out scores",
+    "vitlab evaluate vit.safetensors imagenet:/data/imagenet --real real.json",
 )
 def evaluate(
     run: Run,
     data: Data,
-    split: Annotated[str, typer.Option(help="test, validation or train; all: every image of a set without splits.")] = (
-        "test"
-    ),
-    real: Annotated[Path | None, typer.Option(help="ImageNet's ReaL labels, real.json: score by these too.")] = None,
+    split: Annotated[str, Option(help="test, validation or train; all: every image of a set without splits.")] = "test",
+    real: Annotated[Path | None, Option(help="ImageNet's ReaL labels, real.json: score by these too.")] = None,
     labels: Annotated[
-        Path | None, typer.Option(help="Names of the model's classes, one per line, in order, instead of its own.")
+        Path | None, Option(help="Names of the model's classes, one per line, in order, instead of its own.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="A folder for tables, figures and all predictions.")] = None,
+    out: Annotated[Path | None, Option(help="A folder for tables, figures and all predictions.")] = None,
     json: JsonFile = None,
     keep: Annotated[
-        Path | None, typer.Option(help="A folder for computed class scores, to continue an interrupted command.")
+        Path | None, Option(help="A folder for computed class scores, to continue an interrupted command.")
     ] = None,
     batch: Batch = None,
     workers: Workers = None,
@@ -88,15 +95,12 @@ def find_holdout(run: str, data: str) -> tuple[float, bool]:
 
 def print_scores(result: "Evaluation") -> None:
     console.print(f"classes are matched {result.note}", soft_wrap=True)
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("images", f"{len(result.labels):,}")
-    table.add_row("top-1", percent_text(result.top1))
-    if result.top5 is not None:
-        table.add_row("top-5", percent_text(result.top5))
-    table.add_row("calibration error", percent_text(result.calibration_error))
+    rates = {"top-1": result.top1, "top-5": result.top5, "calibration error": result.calibration_error}
+    rows = [("images", f"{len(result.labels):,}")]
+    rows += [(name, percent_text(rate)) for name, rate in rates.items() if rate is not None]
     if result.real is not None:
-        table.add_row("ReaL", percent_text(result.real.accuracy) + f" of {result.real.counts.images:,} images")
-    console.print(table)
+        rows.append(("ReaL", percent_text(result.real.accuracy) + f" of {result.real.counts.images:,} images"))
+    print_pairs(rows, box=None, pad_edge=False)
     if result.real is not None:
         print_real(result.real)
     print_classes(result)
@@ -112,35 +116,28 @@ def print_real(real: "RealScore") -> None:
     line = f"ReaL: {real.counts.skipped:,} images have no label and are skipped; the set's own labels score {own:.2%}"
     console.print(line, soft_wrap=True)
     if own < 0.5:
-        console.remark(
-            "warning",
-            "most images' own labels are not in their ReaL lists: these are probably not ImageNet's validation images "
-            "in its order of classes",
-        )
+        line = "most images' own labels are not in their ReaL lists: these are probably not ImageNet's"
+        console.remark("warning", f"{line} validation images in its order of classes")
 
 
 def print_classes(result: "Evaluation") -> None:
     rows = result.class_table()
     title = f"the {SHOWN} worst of {len(rows)} classes" if len(rows) > SHOWN else "classes, worst first"
-    table = Table("class", title=title, title_justify="left")
-    for heading in ("images", "correct", "recall", "95 %", "precision"):
-        table.add_column(heading, justify="right")
+    columns = numbers("images", "correct", "recall", "95 %", "precision")
+    table = Table("class", *columns, title=title, title_justify="left")
     for row in rows[:SHOWN]:
         span = "-" if row["recall"] is None else f"{100 * row['recall_low']:.0f} to {100 * row['recall_high']:.0f}"
         recall, precision = ("-" if row[key] is None else f"{row[key]:.1%}" for key in ("recall", "precision"))
         table.add_row(printable(row["class"]), f"{row['images']}", f"{row['correct']}", recall, span, precision)
     console.print(table)
-    empty = sum(row["images"] == 0 for row in rows)
-    if empty:
+    if empty := sum(row["images"] == 0 for row in rows):
         console.print(f"{empty} of the model's classes have no image here")
 
 
 def print_confused(result: "Evaluation") -> None:
-    pairs = result.confused[:SHOWN]
-    if not pairs:
+    if not result.confused:
         return
-    table = Table("true class", "predicted", title="most confused", title_justify="left")
-    table.add_column("images", justify="right")
-    for label, predicted, images in pairs:
+    table = Table("true class", "predicted", *numbers("images"), title="most confused", title_justify="left")
+    for label, predicted, images in result.confused[:SHOWN]:
         table.add_row(printable(label), printable(predicted), f"{images}")
     console.print(table)

@@ -3,37 +3,35 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from vitlab.cli.app import app, console, examples
+from vitlab.cli.app import console, verb
 from vitlab.cli.options import Run
 from vitlab.errors import UserError
 
 
-@app.command(
-    epilog=examples(
-        "vitlab export runs/pets pets.onnx",
-        "vitlab export runs/pets pets.onnx --dynamic-size --check photos/",
-        "vitlab export runs/pets pets8.onnx --int8 --calibrate photos/",
-        "vitlab export runs/pets pets.pt2",
-    )
+@verb(
+    "vitlab export runs/pets pets.onnx",
+    "vitlab export runs/pets pets.onnx --dynamic-size --check photos/",
+    "vitlab export runs/pets pets8.onnx --int8 --calibrate photos/",
+    "vitlab export runs/pets pets.pt2",
 )
 def export(
     run: Run,
-    target: Annotated[Path, typer.Argument(help="The new file: .onnx, or .pt2 for torch.export.")],
+    target: Annotated[Path, Argument(help="The new file: .onnx, or .pt2 for torch.export.")],
     dynamic_size: Annotated[
-        bool, typer.Option("--dynamic-size", help="Accept images of any size, not only the model's.")
+        bool, Option("--dynamic-size", help="Accept images of any size, not only the model's.")
     ] = False,
-    fp16: Annotated[bool, typer.Option("--fp16", help="Store and compute in half precision.")] = False,
-    int8: Annotated[bool, typer.Option("--int8", help="Quantize dense layers; needs --calibrate.")] = False,
+    fp16: Annotated[bool, Option("--fp16", help="Store and compute in half precision.")] = False,
+    int8: Annotated[bool, Option("--int8", help="Quantize dense layers; needs --calibrate.")] = False,
     calibrate: Annotated[
-        str | None, typer.Option(metavar="IMAGES", help="Images for --int8: a folder, a pattern or a data set.")
+        str | None, Option(metavar="IMAGES", help="Images for --int8: a folder, a pattern or a data set.")
     ] = None,
     check: Annotated[
-        str | None, typer.Option(metavar="IMAGES", help="Images to check on; by default generated ones.")
+        str | None, Option(metavar="IMAGES", help="Images to check on; by default generated ones.")
     ] = None,
     least_agreement: Annotated[
-        float, typer.Option(help="Smallest share of images on which int8 must keep the best class.")
+        float, Option(help="Smallest share of images on which int8 must keep the best class.")
     ] = 0.95,
 ) -> None:
     """Write a model as one file for other programs: ONNX or torch.export, for batches of any size.
@@ -41,17 +39,12 @@ def export(
     The file holds labels and preprocessing. Before it appears, it is run on images and compared with the model.
     """
     from vitlab.export import export
+    from vitlab.export.run import Precision
 
     if fp16 and int8:
         raise UserError("choose one of --fp16 and --int8")
-    report = export(
-        run,
-        target,
-        dynamic_size=dynamic_size,
-        precision="fp16" if fp16 else "int8" if int8 else "fp32",
-        check=check,
-        calibrate=calibrate,
-        least=least_agreement,
-    )
+    precision: Precision = "fp16" if fp16 else "int8" if int8 else "fp32"
+    images = {"check": check, "calibrate": calibrate}
+    report = export(run, target, dynamic_size=dynamic_size, precision=precision, least=least_agreement, **images)
     for line in report.lines():
         console.print(line, soft_wrap=True)

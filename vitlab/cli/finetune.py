@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
-from vitlab.cli.app import app, console, examples
+from vitlab.cli.app import console, verb
 from vitlab.cli.options import AcceptDataChanges, Data, Out, RecipeSettings, Resume
 from vitlab.cli.runs import STOPPED_EARLY, train_and_report, train_run, write_run_report
 from vitlab.signals import stoppable
@@ -14,17 +14,15 @@ if TYPE_CHECKING:
     from vitlab.training.recipe import Recipe
 
 
-@app.command(
-    epilog=examples(
-        "vitlab finetune photos/ --weights google/vit-base-patch16-224",
-        "vitlab finetune oxford-pets --weights weights.npz epochs=3 lr=0.003 --out runs/pets",
-    )
+@verb(
+    "vitlab finetune photos/ --weights google/vit-base-patch16-224",
+    "vitlab finetune oxford-pets --weights weights.npz epochs=3 lr=0.003 --out runs/pets",
 )
 def finetune(
     data: Data,
     settings: RecipeSettings = None,
     weights: Annotated[
-        str | None, typer.Option("--weights", help="Weights to start from; without them, training is from scratch.")
+        str | None, Option(help="Weights to start from; without them, training is from scratch.")
     ] = None,
     out: Out = Path("run"),
     resume: Resume = False,

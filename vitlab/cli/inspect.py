@@ -3,36 +3,29 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from vitlab.cli.app import app, console, examples
+from vitlab.cli.app import console, verb
 from vitlab.cli.options import Device, Run, parse_count, parse_list
 from vitlab.errors import UserError
 
 
-@app.command(
-    epilog=examples(
-        "vitlab inspect runs/mine photo.jpg",
-        "vitlab inspect google/vit-base-patch16-224 photos/ --figures distance",
-        "vitlab inspect runs/mine photo.jpg --figures heads --layer 1,6,12 --head 2",
-    )
+@verb(
+    "vitlab inspect runs/mine photo.jpg",
+    "vitlab inspect google/vit-base-patch16-224 photos/ --figures distance",
+    "vitlab inspect runs/mine photo.jpg --figures heads --layer 1,6,12 --head 2",
 )
 def inspect(
     run: Run,
-    images: Annotated[
-        list[str] | None, typer.Argument(metavar="IMAGE", help="Image files, or folders of them.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="The folder for figures and arrays.")] = Path("inside"),
+    images: Annotated[list[str] | None, Argument(metavar="IMAGE", help="Image files, or folders of them.")] = None,
+    out: Annotated[Path, Option(help="The folder for figures and arrays.")] = Path("inside"),
     figures: Annotated[
-        str | None,
-        typer.Option(help="Some of filters, positions, distance, rollout, layers, heads, steps; all by default."),
+        str | None, Option(help="Some of filters, positions, distance, rollout, layers, heads, steps; all by default.")
     ] = None,
-    layer: Annotated[
-        str | None, typer.Option(help="Layers in the figure of heads, from 1: 1,6,12. Six by default.")
-    ] = None,
-    head: Annotated[str | None, typer.Option(help="Heads in it, from 1: 2,3. All by default.")] = None,
+    layer: Annotated[str | None, Option(help="Layers in the figure of heads, from 1: 1,6,12. Six by default.")] = None,
+    head: Annotated[str | None, Option(help="Heads in it, from 1: 2,3. All by default.")] = None,
     image_size: Annotated[
-        str | None, typer.Option(help="Another resolution, such as 384 or 224x320; positions are resampled.")
+        str | None, Option(help="Another resolution, such as 384 or 224x320; positions are resampled.")
     ] = None,
     device: Device = "auto",
 ) -> None:

@@ -3,16 +3,17 @@
 from functools import partial
 from typing import Annotated
 
-import typer
 from rich.table import Table
+from typer import Argument, Option
 
-from vitlab.cli.app import app, console, examples
+from vitlab.cli.app import console, verb
+from vitlab.cli.options import numbers
 
 
-@app.command(epilog=examples("vitlab models", "vitlab models Ti/8 B/16 --image-size 384"))
+@verb("vitlab models", "vitlab models Ti/8 B/16 --image-size 384")
 def models(
-    names: Annotated[list[str] | None, typer.Argument(help="Models to list; the paper's by default.")] = None,
-    image_size: Annotated[int, typer.Option(help="Side of the image in pixels.")] = 224,
+    names: Annotated[list[str] | None, Argument(help="Models to list; the paper's by default.")] = None,
+    image_size: Annotated[int, Option(help="Side of the image in pixels.")] = 224,
 ) -> None:
     """List models with parameters, FLOPs, sequence length and the training memory per image."""
     from rich.live import Live
@@ -21,9 +22,9 @@ def models(
     from vitlab.models.variants import LISTED, build, configure
 
     configs = {name: configure(name, {"image_size": image_size}) for name in names or LISTED}
-    table = Table("model", caption="Memory: activations of one image kept for the backward pass, in mixed bf16.")
-    for heading in ("parameters", "GFLOPs, forward", "tokens", "MB per image"):
-        table.add_column(heading, justify="right")
+    columns = numbers("parameters", "GFLOPs, forward", "tokens", "MB per image")
+    caption = "Memory: activations of one image kept for the backward pass, in mixed bf16."
+    table = Table("model", *columns, caption=caption)
     with Live(table, console=console):
         for name, config in configs.items():
             c = cost(partial(build, config))

@@ -2,11 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import typer
+from rich.table import Column, Table
+from typer import Argument, Option
 
 from vitlab.cli.app import console
 from vitlab.errors import UserError
@@ -14,33 +15,31 @@ from vitlab.files import write_text
 
 T = TypeVar("T")
 UNITS = {"k": 1e3, "M": 1e6, "G": 1e9}
+KeyValues = list[str] | None
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, a file of weights or a hub id.")]
-Data = Annotated[str, typer.Argument(metavar="DATA", help="A folder with one folder per class, or any other data set.")]
-RecipeSettings = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the recipe: lr=0.001 epochs=5 mixup=0.2 ..."),
-]
-Out = Annotated[Path, typer.Option("--out", help="The run's folder.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out as if it had not been interrupted.")]
+
+def key_values(help: str) -> Any:
+    """The arguments `key=value` that end a command."""
+    return Argument(metavar="[KEY=VALUE]...", help=help)
+
+
+Run = Annotated[str, Argument(metavar="RUN", help="A run folder, a file of weights or a hub id.")]
+Data = Annotated[str, Argument(metavar="DATA", help="A folder with one folder per class, or any other data set.")]
+RecipeSettings = Annotated[KeyValues, key_values("Settings of the recipe: lr=0.001 epochs=5 mixup=0.2 ...")]
+Out = Annotated[Path, Option("--out", help="The run's folder.")]
+Resume = Annotated[bool, Option("--resume", help="Continue the run in --out as if it had not been interrupted.")]
 AcceptDataChanges = Annotated[
-    bool, typer.Option("--accept-data-changes", help="Continue although files of the data changed.")
+    bool, Option("--accept-data-changes", help="Continue although files of the data changed.")
 ]
-KeepFeatures = Annotated[
-    Path | None,
-    typer.Option(
-        "--keep",
-        help="A folder for computed features, so that an interrupted command continues and the next one need not "
-        "compute them; by default RUN/features if RUN is a folder, else none.",
-        show_default=False,
-    ),
-]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.", show_default=False)]
-Batch = Annotated[int | None, typer.Option("--batch", min=1, help="Images per batch; by default fits the device.")]
+KEEP = "A folder for computed features, so that an interrupted command continues and the next one need not compute "
+KEEP += "them; by default RUN/features if RUN is a folder, else none."
+KeepFeatures = Annotated[Path | None, Option("--keep", help=KEEP, show_default=False)]
+JsonFile = Annotated[Path | None, Option("--json", help="Write all numbers to this file.", show_default=False)]
+Batch = Annotated[int | None, Option("--batch", min=1, help="Images per batch; by default fits the device.")]
 Workers = Annotated[
-    int | None, typer.Option("--workers", min=0, help="Processes that decode images; by default fits the machine.")
+    int | None, Option("--workers", min=0, help="Processes that decode images; by default fits the machine.")
 ]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")]
+Device = Annotated[str, Option("--device", help="auto, cpu, cuda or mps.")]
 
 
 def parse_list(text: str, option: str, parse: Callable[[str, str], T]) -> list[T]:
@@ -82,16 +81,31 @@ def parse_size(text: str, option: str) -> float:
     return value
 
 
+def numbers(*headings: str, no_wrap: bool = False) -> list[Column]:
+    """Columns of a table whose cells are numbers."""
+    return [Column(heading, justify="right", no_wrap=no_wrap) for heading in headings]
+
+
+def print_pairs(rows: Iterable[tuple[str, str]], **options: Any) -> None:
+    """Print a table of names and values; the options are those of rich's Table."""
+    table = Table(show_header=False, **options)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
 def check_json_file(path: Path | None) -> None:
     """Raise before the work rather than after it if `--json` cannot be written."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise UserError(f"--json {path} cannot be written: name a file in a folder that exists")
 
 
-def write_json_file(path: Path | None, numbers: dict[str, Any]) -> None:
-    """Write what `--json` asks for."""
+def write_numbers(notes: list[str], path: Path | None, numbers: dict[str, Any]) -> None:
+    """Print the notes; write them and the numbers to the file of `--json`."""
+    for note in notes:
+        console.remark("note", note)
     if path is not None:
-        write_text(path, json.dumps(numbers, indent=2) + "\n")
+        write_text(path, json.dumps(numbers | {"notes": notes}, indent=2) + "\n")
         console.print(f"the numbers are in {path}", soft_wrap=True)
 
 

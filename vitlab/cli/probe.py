@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.table import Table
+from typer import Option
 
 from vitlab.cli import options
-from vitlab.cli.app import app, console, examples
+from vitlab.cli.app import console, verb
 from vitlab.signals import stoppable
 
 if TYPE_CHECKING:
@@ -15,22 +15,20 @@ if TYPE_CHECKING:
     from vitlab.evaluation.probe import Probe
 
 
-@app.command(
-    epilog=examples(
-        "vitlab probe runs/b16 oxford-pets",
-        "vitlab probe weights.npz photos/ --keep features/ --json probe.json",
-        "vitlab probe runs/b16 cifar100 --l2 0.0001,0.001,0.01 --k 5,20,200",
-    )
+@verb(
+    "vitlab probe runs/b16 oxford-pets",
+    "vitlab probe weights.npz photos/ --keep features/ --json probe.json",
+    "vitlab probe runs/b16 cifar100 --l2 0.0001,0.001,0.01 --k 5,20,200",
 )
 def probe(
     run: options.Run,
     data: options.Data,
     l2: Annotated[
-        str, typer.Option(help="Penalties to choose from on validation images; a single one is used as it is.")
+        str, Option(help="Penalties to choose from on validation images; a single one is used as it is.")
     ] = "1e-5,1e-4,1e-3,1e-2,1e-1",
-    k: Annotated[str, typer.Option("--k", help="Numbers of neighbors; each gets a row.")] = "10,20",
+    k: Annotated[str, Option("--k", help="Numbers of neighbors; each gets a row.")] = "10,20",
     temperature: Annotated[
-        float, typer.Option(help="Of the neighbors' votes: a small one favors the nearest neighbors.")
+        float, Option(help="Of the neighbors' votes: a small one favors the nearest neighbors.")
     ] = 0.07,
     keep: options.KeepFeatures = None,
     json_file: options.JsonFile = None,
@@ -47,10 +45,8 @@ def probe(
     from vitlab.evaluation.features import FeatureSet
     from vitlab.evaluation.probe import linear_probe
 
-    penalties, counts = (
-        options.parse_list(l2, "--l2", options.parse_amount),
-        options.parse_list(k, "--k", options.parse_count),
-    )
+    penalties = options.parse_list(l2, "--l2", options.parse_amount)
+    counts = options.parse_list(k, "--k", options.parse_count)
     options.check_json_file(json_file)
     features = FeatureSet(run, data, keep=keep, batch=batch, workers=workers, device=device)
     d = features.data
@@ -70,28 +66,22 @@ def probe(
     if linear.tried:
         console.print(sweep_table(linear, "a fifth of each class" if own is None else "the validation images"))
     console.print(probe_table(linear, near))
-    notes += probe_notes(linear)
-    for note in notes:
-        console.remark("note", note)
     numbers = {"linear": probe_json(linear), "neighbors": [vars(r) | {"accuracy": r.accuracy} for r in near]}
-    options.write_json_file(
-        json_file, features.to_json(train, test) | numbers | {"temperature": temperature, "notes": notes}
-    )
+    numbers = features.to_json(train, test) | numbers | {"temperature": temperature}
+    options.write_numbers(notes + probe_notes(linear), json_file, numbers)
 
 
 def sweep_table(linear: "Probe", images: str) -> Table:
-    table = Table(caption=f"The penalty, chosen on {images}: {linear.tried[0].images:,} images.")
-    for heading in ("l2", "accuracy", "correct"):
-        table.add_column(heading, justify="right")
+    caption = f"The penalty, chosen on {images}: {linear.tried[0].images:,} images."
+    table = Table(*options.numbers("l2", "accuracy", "correct"), caption=caption)
     for tried in linear.tried:
         table.add_row(f"{tried.l2:g}", f"{tried.hits / tried.images:.2%}", f"{tried.hits:,}")
     return table
 
 
 def probe_table(linear: "Probe", near: Sequence["Neighbors"]) -> Table:
-    table = Table("probe", "setting", caption=f"On {linear.images:,} test images.")
-    for heading in ("accuracy", "correct"):
-        table.add_column(heading, justify="right")
+    columns = options.numbers("accuracy", "correct")
+    table = Table("probe", "setting", *columns, caption=f"On {linear.images:,} test images.")
     table.add_row("linear", f"l2 {linear.linear.l2:g}", f"{linear.accuracy:.2%}", f"{linear.hits:,}")
     for r in near:
         table.add_row("nearest neighbors", f"k {r.k}", f"{r.accuracy:.2%}", f"{r.hits:,}")
@@ -102,10 +92,8 @@ def probe_notes(probe: "Probe") -> list[str]:
     notes = []
     linear, tried = probe.linear, [each.l2 for each in probe.tried]
     if not linear.converged:
-        notes.append(
-            f"the probe did not converge in {linear.steps:,} steps: its slope is {linear.slope:.1e}; "
-            "a larger --l2 converges sooner"
-        )
+        state = f"the probe did not converge in {linear.steps:,} steps: its slope is {linear.slope:.1e}"
+        notes.append(f"{state}; a larger --l2 converges sooner")
     loose = [f"{each.l2:g}" for each in probe.tried if not each.converged]
     if loose:
         notes.append(f"while choosing, l2 {', '.join(loose)} did not converge; their numbers are close, not exact")

@@ -2,16 +2,17 @@
 
 from typing import Annotated
 
-import typer
-from rich.table import Table
+from rich.table import Column, Table
+from typer import Argument, Option
 
-from vitlab.cli.app import app, console, examples
+from vitlab.cli.app import console, verb
+from vitlab.cli.options import print_pairs
 
 
-@app.command(epilog=examples("vitlab recipes", "vitlab recipes digits", "vitlab recipes --keys"))
+@verb("vitlab recipes", "vitlab recipes digits", "vitlab recipes --keys")
 def recipes(
-    name: Annotated[str | None, typer.Argument(help="One recipe, with all its settings.")] = None,
-    keys: Annotated[bool, typer.Option("--keys", help="List every setting that key=value can change.")] = False,
+    name: Annotated[str | None, Argument(help="One recipe, with all its settings.")] = None,
+    keys: Annotated[bool, Option("--keys", help="List every setting that key=value can change.")] = False,
 ) -> None:
     """List the recipes with their costs: the paper's tables, AugReg, and runs for one machine."""
     if keys:
@@ -37,21 +38,18 @@ def print_recipe(name: str) -> None:
     from vitlab.training.recipes import command, find, operations, run_flops
 
     entry = find(name)
-    table = Table(show_header=False, title=f"{name}: {entry.about}")
     rows: dict[str, object] = {"command": command(name), "cost": operations(run_flops(entry.recipe))}
     rows |= {"time": entry.time, "accuracy to expect": entry.expect, "LR searched": entry.searched}
-    for key, value in (rows | flat(entry.recipe)).items():
-        if value not in (None, "", ()):
-            table.add_row(key, str(value))
-    console.print(table)
+    rows |= flat(entry.recipe)
+    given = [(key, str(value)) for key, value in rows.items() if value not in (None, "", ())]
+    print_pairs(given, title=f"{name}: {entry.about}")
 
 
 def print_list() -> None:
     from vitlab.training.recipes import RECIPES, length, run_flops
 
-    table = Table(box=None, pad_edge=False)
-    for heading in ("recipe", "model", "data", "length", "LR", "exaFLOPs"):
-        table.add_column(heading, no_wrap=True)
+    headings = ("recipe", "model", "data", "length", "LR", "exaFLOPs")
+    table = Table(*(Column(heading, no_wrap=True) for heading in headings), box=None, pad_edge=False)
     for name, entry in RECIPES.items():
         r = entry.recipe
         cost = f"{run_flops(r) / 1e18:.3g}" if run_flops(r) < 1e21 else f"{run_flops(r) / 1e18:,.0f}"

@@ -2,18 +2,18 @@
 
 from typing import Annotated
 
-import typer
+from typer import Argument
 
-from vitlab.cli.app import app, console, examples
+from vitlab.cli.app import console, verb
 from vitlab.cli.options import Device
 from vitlab.signals import stoppable
 
 
-@app.command(epilog=examples("vitlab report runs/mine", "vitlab report runs/mine photos/") + ", if they moved")
+@verb("vitlab report runs/mine", "vitlab report runs/mine photos/  # if they moved")
 def report(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    run: Annotated[str, Argument(metavar="RUN", help="The folder of a finished run.")],
     data: Annotated[
-        str | None, typer.Argument(metavar="DATA", help="Data to test on; by default that of a run you started.")
+        str | None, Argument(metavar="DATA", help="Data to test on; by default that of a run you started.")
     ] = None,
     device: Device = "auto",
 ) -> None:

@@ -5,10 +5,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.markup import escape
+from typer import Option
 
-from vitlab.cli.app import app, console, examples
+from vitlab.cli.app import console, verb
 from vitlab.cli.options import Device, Run, parse_size
 from vitlab.errors import UserError
 from vitlab.terminal import printable
@@ -18,42 +18,33 @@ if TYPE_CHECKING:
     from vitlab.serving.service import ServiceSettings
 
 
-@app.command(
-    epilog=examples(
-        "vitlab serve runs/mine",
-        "VITLAB_TOKEN=secret vitlab serve runs/mine --host 0.0.0.0 --port 80",
-        "curl -F image=@cat.jpg localhost:8000/v1/predict",
-    )
+@verb(
+    "vitlab serve runs/mine",
+    "VITLAB_TOKEN=secret vitlab serve runs/mine --host 0.0.0.0 --port 80",
+    "curl -F image=@cat.jpg localhost:8000/v1/predict",
 )
 def serve(
     run: Run,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every address.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 is any free one.")] = 8000,
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 is every address.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 is any free one.")] = 8000,
     token: Annotated[
         str | None,
-        typer.Option(
+        Option(
             envvar="VITLAB_TOKEN", help="Require this token from clients; other users cannot see it in the variable."
         ),
     ] = None,
-    host_name: Annotated[
-        list[str] | None,
-        typer.Option(help="A name that clients use for this machine; repeatable.", show_default=False),
-    ] = None,
-    max_batch: Annotated[
-        int | None, typer.Option(min=1, help="Images per batch; 64, on a CPU 16.", show_default=False)
-    ] = None,
-    max_wait_ms: Annotated[float, typer.Option(min=0, help="How long a batch waits for more images.")] = 5,
-    queue: Annotated[int, typer.Option(min=1, help="Images that may wait; more get 503 and Retry-After.")] = 256,
-    max_bytes: Annotated[str, typer.Option(help="Largest request.")] = "20MB",
-    max_pixels: Annotated[str, typer.Option(help="Largest image.")] = "50M",
-    max_images: Annotated[int, typer.Option(min=1, help="Images per request.")] = 16,
+    host_name: Annotated[list[str] | None, Option(help="A name that clients use for this machine; repeatable.")] = None,
+    max_batch: Annotated[int | None, Option(min=1, help="Images per batch; 64, on a CPU 16.")] = None,
+    max_wait_ms: Annotated[float, Option(min=0, help="How long a batch waits for more images.")] = 5,
+    queue: Annotated[int, Option(min=1, help="Images that may wait; more get 503 and Retry-After.")] = 256,
+    max_bytes: Annotated[str, Option(help="Largest request.")] = "20MB",
+    max_pixels: Annotated[str, Option(help="Largest image.")] = "50M",
+    max_images: Annotated[int, Option(min=1, help="Images per request.")] = 16,
     formats: Annotated[
-        str, typer.Option(help="Image formats to accept; also bmp, tiff, jpeg2000, ppm and tga.")
+        str, Option(help="Image formats to accept; also bmp, tiff, jpeg2000, ppm and tga.")
     ] = "jpeg,png,webp,gif,avif",
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request to arrive.")] = 30,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that decode; one per core, up to 8.", show_default=False)
-    ] = None,
+    timeout: Annotated[float, Option(min=0.1, help="Seconds for a request to arrive.")] = 30,
+    workers: Annotated[int | None, Option(min=1, help="Processes that decode; one per core, up to 8.")] = None,
     device: Device = "auto",
 ) -> None:
     """Serve a model as a web page and an API: drop an image, see its classes and where the model looks.
@@ -79,15 +70,8 @@ def serve(
         header_seconds=min(10.0, timeout),
         answer_seconds=min(5.0, timeout),
     )
-    settings = ServiceSettings(
-        name=Path(run).name or run,
-        token=token,
-        max_batch=max_batch,
-        max_wait=max_wait_ms / 1000,
-        queue=queue,
-        processes=workers,
-        limits=limits,
-    )
+    name, wait = Path(run).name or run, max_wait_ms / 1000
+    settings = ServiceSettings(name, token, max_batch, wait, queue, processes=workers, limits=limits)
     run_server(run, device, host, port, settings, host_name or [])
 
 
@@ -119,9 +103,8 @@ def run_server(run: str, device: str, host: str, port: int, settings: "ServiceSe
     def started() -> None:
         console.print(f"{settings.name} on {service.classifier.device}: {server.server_url(sock)}")
         if settings.token is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-            console.print(
-                "anyone who reaches this machine can use it; VITLAB_TOKEN=... requires a token", style="yellow"
-            )
+            warning = "anyone who reaches this machine can use it; VITLAB_TOKEN=... requires a token"
+            console.print(warning, style="yellow")
         console.print("Ctrl-C stops it.", style="dim")
 
     def stopping() -> None:

@@ -3,25 +3,23 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument
 
-from vitlab.cli.app import app, examples
+from vitlab.cli.app import verb
 from vitlab.cli.options import AcceptDataChanges, Out, RecipeSettings, Resume
 from vitlab.cli.runs import STOPPED_EARLY, train_and_report
 from vitlab.errors import UserError
 from vitlab.signals import stoppable
 
 
-@app.command(
-    epilog=examples(
-        "vitlab train digits --out runs/digits",
-        "vitlab train B/16-imagenet data=imagenet:/data/imagenet --out runs/b16",
-        "vitlab train --out runs/digits --resume",
-        "torchrun --nproc-per-node 8 --no-python vitlab train L/16-i21k-90 data=SHARDS parallel=fsdp",
-    )
+@verb(
+    "vitlab train digits --out runs/digits",
+    "vitlab train B/16-imagenet data=imagenet:/data/imagenet --out runs/b16",
+    "vitlab train --out runs/digits --resume",
+    "torchrun --nproc-per-node 8 --no-python vitlab train L/16-i21k-90 data=SHARDS parallel=fsdp",
 )
 def train(
-    recipe: Annotated[str | None, typer.Argument(help="A recipe's name; `vitlab recipes` lists them.")] = None,
+    recipe: Annotated[str | None, Argument(help="A recipe's name; `vitlab recipes` lists them.")] = None,
     settings: RecipeSettings = None,
     out: Out = Path("run"),
     resume: Resume = False,

@@ -4,36 +4,31 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.table import Table
+from typer import Argument, Option
 
-from vitlab.cli.app import app, console, examples
-from vitlab.cli.options import parse_amount, parse_list
+from vitlab.cli.app import console, verb
+from vitlab.cli.options import KeyValues, key_values, numbers, parse_amount, parse_list
 from vitlab.errors import UserError
 
 if TYPE_CHECKING:
     from vitlab.studies.vtab import Study
 
 
-@app.command(
-    epilog=examples(
-        "vitlab vtab vit-b16.npz --data vtab-1k --out runs/vtab",
-        "vitlab vtab runs/mine --tasks natural,kitti --steps 500 image_size=224",
-        "vitlab vtab runs/mine --tune 0.003,0.01,0.03",
-    )
+@verb(
+    "vitlab vtab vit-b16.npz --data vtab-1k --out runs/vtab",
+    "vitlab vtab runs/mine --tasks natural,kitti --steps 500 image_size=224",
+    "vitlab vtab runs/mine --tune 0.003,0.01,0.03",
 )
 def vtab(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Weights to start from: a run folder, a file or a hub id.")],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Other settings of the recipe: lr=0.003 image_size=224 ..."),
-    ] = None,
-    tasks: Annotated[str, typer.Option(help="all, natural, specialized, structured, or names of tasks.")] = "all",
-    data: Annotated[Path | None, typer.Option(help="The folder of tasks; vtab-1k in the cache by default.")] = None,
-    out: Annotated[Path, typer.Option(help="The folder for results, written task by task.")] = Path("vtab"),
-    steps: Annotated[int, typer.Option(help="Training steps per task.")] = 2500,
-    tune: Annotated[str | None, typer.Option(help="Learning rates to choose from, on 200 of the images.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the fine-tuned model of every task.")] = False,
+    run: Annotated[str, Argument(metavar="RUN", help="Weights to start from: a run folder, a file or a hub id.")],
+    settings: Annotated[KeyValues, key_values("Other settings of the recipe: lr=0.003 image_size=224 ...")] = None,
+    tasks: Annotated[str, Option(help="all, natural, specialized, structured, or names of tasks.")] = "all",
+    data: Annotated[Path | None, Option(help="The folder of tasks; vtab-1k in the cache by default.")] = None,
+    out: Annotated[Path, Option(help="The folder for results, written task by task.")] = Path("vtab"),
+    steps: Annotated[int, Option(help="Training steps per task.")] = 2500,
+    tune: Annotated[str | None, Option(help="Learning rates to choose from, on 200 of the images.")] = None,
+    keep: Annotated[bool, Option("--keep", help="Keep the fine-tuned model of every task.")] = False,
 ) -> None:
     """Fine-tune a model on the 19 tasks of VTAB-1k, 1,000 images each, by the paper's recipe, and test it.
 
@@ -46,20 +41,11 @@ def vtab(
     from vitlab.studies.vtab_tasks import choose
 
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError(
-            "vtab uses one device; to use many, start one on each without torchrun, with its own --tasks and --out"
-        )
-    study = run_vtab(
-        run,
-        data if data is not None else cache_folder() / "vtab-1k",
-        out,
-        choose(tasks),
-        steps=steps,
-        settings=tuple(settings or ()),
-        rates=() if tune is None else tuple(parse_list(tune, "--tune", parse_amount)),
-        keep=keep,
-        console=console,
-    )
+        fix = "to use many, start one on each without torchrun, with its own --tasks and --out"
+        raise UserError(f"vtab uses one device; {fix}")
+    folder, chosen, pairs = data or cache_folder() / "vtab-1k", choose(tasks), tuple(settings or ())
+    rates = () if tune is None else tuple(parse_list(tune, "--tune", parse_amount))
+    study = run_vtab(run, folder, out, chosen, steps=steps, settings=pairs, rates=rates, keep=keep, console=console)
     print_results(study)
     if study.failed:
         names = ", ".join(study.failed)
@@ -74,10 +60,8 @@ def print_results(study: "Study") -> None:
     groups = means(study.results)
     if not groups:
         return
-    table = Table("task")
-    for heading in ("classes", "images", "lr", "accuracy", "95 %"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for group in GROUPS:
+    table = Table("task", *numbers("classes", "images", "lr", "accuracy", "95 %", no_wrap=True))
+    for group in (*GROUPS, "all"):
         for task in TASKS:
             result = study.results.get(task.name)
             if result is not None and task.group == group:
@@ -87,9 +71,7 @@ def print_results(study: "Study") -> None:
                 table.add_row(task.name, *cells)
         if group in groups:
             done, of, mean = (groups[group][key] for key in ("done", "of", "mean"))
-            table.add_row(f"{group}, {done} of {of}", "", "", "", f"{mean:.2%}", "", style="bold")
-            table.add_section()
-    done, of, mean = (groups["all"][key] for key in ("done", "of", "mean"))
-    table.add_row(f"mean of {done} of the {of}", "", "", "", f"{mean:.2%}", "", style="bold")
+            title = f"mean of {done} of the {of}" if group == "all" else f"{group}, {done} of {of}"
+            table.add_row(title, "", "", "", f"{mean:.2%}", "", style="bold", end_section=True)
     console.print(table)
     console.print(f"results: {study.out / RESULTS}", soft_wrap=True)

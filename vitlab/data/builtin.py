@@ -24,7 +24,7 @@ def digits() -> ArraySource:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise UserError("the built-in digits come with scikit-learn: pip install vitlab[demo]") from None
+        raise UserError("the built-in digits come with scikit-learn: pip install 'vitlab[demo]'") from None
     bunch = load_digits()
     gray = np.round(bunch.images * (255 / 16)).astype(np.uint8)  # from 0..16
     pixels = np.repeat(gray[..., None], 3, axis=3)

@@ -37,7 +37,7 @@ def download(repo: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise UserError(f"'{repo}' is not a folder here; for the hub: pip install vitlab[hub]") from None
+        raise UserError(f"'{repo}' is not a folder here; for the hub: pip install 'vitlab[hub]'") from None
     try:
         return Path(snapshot_download(repo, repo_type="dataset", revision=revision, allow_patterns="*.parquet"))
     except Exception as error:  # the hub's client raises its own errors, httpx's and the operating system's

@@ -125,7 +125,7 @@ def flat_copy(path: str) -> FlatCopy:
 def make_copy(path: str, name: str) -> None:
     """Copy a parquet file to NAME.bin and NAME.npz in a process of its own, with limits of time and memory."""
     if find_spec("pyarrow") is None:
-        raise UserError("parquet files need the package pyarrow: pip install vitlab[data]")
+        raise UserError("parquet files need the package pyarrow: pip install 'vitlab[data]'")
     part = f"{name}.part"
     here = str(Path(__file__).parents[2])  # this package, for a Python that runs elsewhere
     paths = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])

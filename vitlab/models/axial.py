@@ -13,7 +13,6 @@ class AxialBlock(nn.Module):
         self.rows, self.columns, self.grid = rows, columns, grid
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.unflatten(1, self.grid)  # (B, h, w, D)
-        x = self.rows(x)
+        x = self.rows(x.unflatten(1, self.grid))  # (B, h, w, D)
         x = self.columns(x.transpose(1, 2)).transpose(1, 2)
         return x.flatten(1, 2)  # (B, N, D)

@@ -81,18 +81,13 @@ class ViTConfig:
         check_size(self.image_size, self.stride)
         self._check_positions()
         if self.attention == "axial" and self.pool == "token":
-            raise UserError(
-                "axial attention works on the grid and has no class token; use pool='mean' or pool='attention'"
-            )
+            raise UserError("axial attention has no class token, only the grid; use pool='mean' or pool='attention'")
 
     def _check_positions(self) -> None:
         kind, place = self.positions, self.placement
-        if kind == "none" and place != "stem":
-            raise UserError(f"positions='none' has nothing to place; placement='{place}' is meaningless")
-        if kind == "relative" and place != "stem":
-            raise UserError(
-                f"positions='relative' is part of every attention layer already; placement='{place}' is meaningless"
-            )
+        if kind in ("none", "relative") and place != "stem":
+            why = "has nothing to place" if kind == "none" else "is part of every attention layer already"
+            raise UserError(f"positions='{kind}' {why}; placement='{place}' is meaningless")
         if kind == "sinusoidal" and place == "every":
             raise UserError("sinusoidal tables are fixed, so one per layer is the same as placement='shared'; use that")
         if kind == "relative" and self.attention == "axial":
@@ -147,9 +142,8 @@ class ResNetConfig:
     @property
     def grid(self) -> Size:
         """Cells of the final map, down and across: every stride-2 step rounds up."""
-        halvings = len(self.stages) + 1
-        height, width = (-(-side // 2**halvings) for side in self.image_size)
-        return height, width
+        stride = 2 ** (len(self.stages) + 1)
+        return -(-self.image_size[0] // stride), -(-self.image_size[1] // stride)
 
     @property
     def length(self) -> int:
@@ -191,15 +185,12 @@ def as_size(size: object) -> Size:
 
 def check_size(size: Size, stride: int) -> None:
     as_size(size)
-    if size[0] % stride == 0 and size[1] % stride == 0:
-        return
-    side = next(s for s in size if s % stride)
-    below, above = side // stride * stride, (side // stride + 1) * stride
-    fit = f"{below} or {above}" if below else f"{above}"
-    raise UserError(
-        f"patches of {stride} pixels do not divide an image of {size[0]}x{size[1]}: use {fit} for {side}, "
-        f"or any other multiple of {stride}"
-    )
+    for side in size:
+        if side % stride:
+            below, above = side // stride * stride, (side // stride + 1) * stride
+            fit = f"{below} or {above}" if below else f"{above}"
+            fix = f"use {fit} for {side}, or any other multiple of {stride}"
+            raise UserError(f"patches of {stride} pixels do not divide an image of {size[0]}x{size[1]}: {fix}")
 
 
 def check_stages(config: StemConfig | ResNetConfig) -> None:

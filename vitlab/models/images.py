@@ -14,15 +14,11 @@ def check_images(images: Tensor, size: Size, weight: Tensor) -> None:
     if images.ndim != 4 or images.shape[1] != 3:
         raise UserError(f"images must be RGB, (batch, 3, height, width), not of shape {tuple(images.shape)}")
     if not images.is_floating_point():
-        raise UserError(
-            f"images must be normalized floating-point numbers, not {images.dtype}; scale them to [-1, 1] first"
-        )
+        raise UserError(f"images must be normalized floats, not {images.dtype}; scale them to [-1, 1] first")
     if tuple(images.shape[2:]) != size:
         h, w = images.shape[2:]
-        raise UserError(
-            f"this model takes images of {size[0]}x{size[1]}, not {h}x{w}; "
-            f"call model.resize(({h}, {w})) first, or resize the images"
-        )
+        fix = f"call model.resize(({h}, {w})) first, or resize the images"
+        raise UserError(f"this model takes images of {size[0]}x{size[1]}, not {h}x{w}; {fix}")
     if images.device != weight.device:
         raise UserError(f"the images are on {images.device} and the model is on {weight.device}; move one of them")
     cast = torch.is_autocast_enabled(images.device.type) and images.dtype != torch.float64  # doubles are never cast

@@ -18,11 +18,7 @@ class Uninitialized(TorchFunctionMode):
     """Leaves random initialization out: on the meta device it does nothing, but imports PyTorch's compiler first."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
         if func in (Tensor.uniform_, Tensor.normal_) or getattr(func, "__module__", None) == "torch.nn.init":

@@ -54,8 +54,7 @@ class Table(nn.Module):
 
     def __init__(self, c: ViTConfig) -> None:
         super().__init__()
-        self.token = int(c.token)
-        self.grid = c.grid
+        self.token, self.grid = int(c.token), c.grid
         if c.positions == "1d":
             tables = c.depth if c.placement == "every" else 1
             self.table = nn.Parameter(torch.empty(tables, c.length, c.width))
@@ -67,8 +66,7 @@ class Table(nn.Module):
         return self.table[layer if self.table.shape[0] > 1 else 0]  # (N, D)
 
     def resize(self, grid: Size, mode: Resample) -> None:
-        lead, rows = self.table[:, : self.token], self.table[:, self.token :]
-        rows = rows.reshape(rows.shape[0], *self.grid, -1)
+        lead, rows = self.table[:, : self.token], self.table[:, self.token :].unflatten(1, self.grid)
         new = torch.cat([lead, resample(rows, grid, mode).flatten(1, 2)], 1).detach()
         self.table = replace_parameter(self.table, new) if isinstance(self.table, nn.Parameter) else new
         self.grid = grid
@@ -89,14 +87,12 @@ class Axes(nn.Module):
     def forward(self, layer: int) -> Tensor:
         layer = layer if self.rows.shape[0] > 1 else 0
         columns, rows = self.columns[layer], self.rows[layer]  # (w, D/2), (h, D/2)
-        h, w = rows.shape[0], columns.shape[0]
-        both = torch.cat([columns.expand(h, -1, -1), rows[:, None].expand(-1, w, -1)], -1)
+        both = torch.cat([columns.expand(len(rows), -1, -1), rows[:, None].expand(-1, len(columns), -1)], -1)
         return torch.cat([self.token[layer], both.flatten(0, 1)])  # (N, D)
 
     def resize(self, grid: Size, mode: Resample) -> None:
-        h, w = grid
-        self.rows = replace_parameter(self.rows, resample(self.rows[:, :, None], (h, 1), mode)[:, :, 0])
-        self.columns = replace_parameter(self.columns, resample(self.columns[:, None], (1, w), mode)[:, 0])
+        self.rows = replace_parameter(self.rows, resample(self.rows[:, :, None], (grid[0], 1), mode)[:, :, 0])
+        self.columns = replace_parameter(self.columns, resample(self.columns[:, None], (1, grid[1]), mode)[:, 0])
 
 
 class Relative(nn.Module):
@@ -133,8 +129,7 @@ class Relative(nn.Module):
 def offset_index(grid: Size, token: bool) -> Tensor:
     """For each query and key, the row of its offset: row-major over (2h-1, 2w-1), then the class token's three."""
     h, w = grid
-    y, x = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
-    y, x = y.flatten(), x.flatten()
+    y, x = torch.arange(h).repeat_interleave(w), torch.arange(w).repeat(h)  # of each patch
     index = (y[:, None] - y + h - 1) * (2 * w - 1) + (x[:, None] - x + w - 1)  # (hw, hw)
     if token:
         index = F.pad(index, (1, 0, 1, 0))

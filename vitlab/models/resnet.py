@@ -45,8 +45,7 @@ class SameConv(StdConv):
     """The same with "SAME" padding."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = same_pad(x, self.kernel_size[0], self.stride[0])
-        return F.conv2d(x, self.standardized(), None, self.stride)
+        return F.conv2d(same_pad(x, self.kernel_size[0], self.stride[0]), self.standardized(), None, self.stride)
 
 
 def same_pad(x: Tensor, size: int, stride: int) -> Tensor:

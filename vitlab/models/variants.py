@@ -12,13 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vitlab.errors import UserError
-from vitlab.models.config import (
-    ModelConfig,
-    ResNetConfig,
-    StemConfig,
-    ViTConfig,
-    as_size,
-)
+from vitlab.models.config import ModelConfig, ResNetConfig, StemConfig, ViTConfig, as_size
 from vitlab.models.resnet import ResNet
 from vitlab.models.vit import ViT
 from vitlab.settings import annotations, from_json, takes
@@ -121,8 +115,7 @@ def vit_config(name: str, stem: str | None, size: str, stride: int, given: dict[
     if size not in SIZES:
         raise UserError(f"there is no size '{size}' (in '{name}'); the sizes are {listed(SIZES)}")
     depth, width, mlp, heads = SIZES[size]
-    fields: dict[str, Any] = {"depth": depth, "width": width, "mlp": mlp, "heads": heads}
-    fields["patch"] = stride
+    fields: dict[str, Any] = {"depth": depth, "width": width, "mlp": mlp, "heads": heads, "patch": stride}
     if stem is not None:
         fields["stem"], fields["patch"] = stem_config(name, stem, stride)
     if given.get("attention") == "axial":
@@ -144,7 +137,7 @@ def stem_config(name: str, stem: str, stride: int) -> tuple[StemConfig, int]:
 
 
 def name_of(config: ModelConfig) -> str | None:
-    """The name by which `configure` makes a model of this shape; None where it is nobody's."""
+    """The name by which `configure` makes a model of this shape; None if there is none."""
     if isinstance(config, ResNetConfig):
         depth = next((depth for depth, stages in STAGES.items() if stages == config.stages), None)
         return f"R{depth}x{config.width // 64}" if depth and config.width % 64 == 0 else None

@@ -122,7 +122,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError("tensorboard=true needs TensorBoard: pip install vitlab[board]") from None
+            raise UserError("tensorboard=true needs TensorBoard: pip install 'vitlab[board]'") from None
         self.writer = SummaryWriter(str(folder), purge_step=step)
 
     def write(self, record: dict[str, Any]) -> None:

@@ -50,9 +50,8 @@ def convert(
         raise UserError(f"a {to} checkpoint is a file that ends in {listed(suffixes)}, not {path}")
     if path.exists():
         raise UserError(f"{path} exists; remove it or name another place")
-    given = from_json(FormatDefaults, settings)
     size = None if image_size is None else as_size(image_size)
-    checkpoint = read_checkpoint(source, given, format=format, image_size=size)
+    checkpoint = read_checkpoint(source, from_json(FormatDefaults, settings), format=format, image_size=size)
     if size not in (None, checkpoint.config.image_size):
         raise UserError(f"convert does not resample positions; load {source} with image_size={size} and save that")
     with atomic_path(path, folder) as new:

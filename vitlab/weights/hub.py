@@ -36,7 +36,7 @@ def fetch(name: str) -> Path:
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
         raise UserError(
-            f"'{name}' is not a file or folder here; to download it from the hub, pip install vitlab[hub]"
+            f"'{name}' is not a file or folder here; to download it from the hub, pip install 'vitlab[hub]'"
         ) from None
     try:
         folder = Path(snapshot_download(repo, revision=revision or None, allow_patterns=FILES))

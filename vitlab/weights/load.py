@@ -25,13 +25,8 @@ from vitlab.weights.formats.base import Format, FormatDefaults, ParsedCheckpoint
 from vitlab.weights.formats.table import quote_names, to_vitlab
 from vitlab.weights.tensors import open_tensors
 
-FORMATS: dict[str, Format] = {
-    "vitlab": vitlab,
-    "huggingface": huggingface,
-    "timm": timm,
-    "torchvision": torchvision,
-    "google": google,
-}
+MODULES: tuple[Format, ...] = (vitlab, huggingface, timm, torchvision, google)
+FORMATS = {module.NAME: module for module in MODULES}
 log = logging.getLogger("vitlab")
 
 
@@ -69,9 +64,8 @@ def load(
     >>> vitlab.load(folder, classes=5)(torch.zeros(1, 3, 32, 32))
     tensor([[0., 0., 0., 0., 0.]], grad_fn=<AddmmBackward0>)
     """
-    given = from_json(FormatDefaults, settings)
     size = None if image_size is None else as_size(image_size)
-    checkpoint = read_checkpoint(source, given, format=format, image_size=size)
+    checkpoint = read_checkpoint(source, from_json(FormatDefaults, settings), format=format, image_size=size)
     if classes is not None and classes != checkpoint.config.classes:
         checkpoint = replace_head(checkpoint, classes)
     model = fill_model(checkpoint.config, unify_dtype(checkpoint.tensors, str(source)))

@@ -15,34 +15,10 @@ from torch import Tensor
 from vitlab.errors import UserError
 from vitlab.models.card import Card
 from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig, Size
-from vitlab.weights.formats.base import (
-    FormatDefaults,
-    ParsedCheckpoint,
-    RawCheckpoint,
-    cannot_express,
-    check_settings,
-    check_vit,
-    count_units,
-    read_resnet,
-    read_vit,
-    stored_shape,
-)
-from vitlab.weights.formats.table import (
-    CONV,
-    MAP_NORM,
-    POINT_LAST,
-    SAME,
-    TRANSPOSE,
-    Row,
-    Transform,
-    expand,
-    from_vitlab,
-    join_head_biases,
-    join_heads,
-    merge_heads,
-    row,
-    stage_rows,
-)
+from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
+from vitlab.weights.formats.express import cannot_express, check_settings, check_vit
+from vitlab.weights.formats.shapes import count_units, read_resnet, read_vit, stored_shape
+from vitlab.weights.formats.table import SAME, Row, Transform, expand, from_vitlab, per_tensor, row, stage_rows
 
 NAME = "google"
 SUFFIXES = (".npz",)
@@ -54,6 +30,11 @@ BIT = FormatDefaults(group_eps=1e-5, standardize="variance", standardize_eps=1e-
 BLOCK = "Transformer/encoderblock_#"
 ATTENTION = f"{BLOCK}/MultiHeadDotProductAttention_1"
 BIT_CONV = "standardized_conv2d/kernel"
+
+TRANSPOSE = per_tensor(lambda x: x.T, lambda x: x.T)
+CONV = per_tensor(lambda x: x.permute(3, 2, 0, 1), lambda x: x.permute(2, 3, 1, 0))  # (h, w, in, out), (out, in, h, w)
+POINT_LAST = per_tensor(lambda x: x.flatten(0, 2).T, lambda x: x.T[None, None])  # (1, 1, in, out) as a dense layer
+MAP_NORM = per_tensor(lambda x: x.flatten(), lambda x: x[None, None, None], loose=True)  # (1, 1, 1, C), newer ones (C)
 
 
 def recognizes(source: RawCheckpoint) -> bool:
@@ -86,6 +67,19 @@ def map_norm(ours: str, theirs: str) -> list[Row]:
     return [row(f"{ours}.weight", f"{theirs}/scale", MAP_NORM), row(f"{ours}.bias", f"{theirs}/bias", MAP_NORM)]
 
 
+def join_heads(heads: int) -> Transform:
+    """Three kernels (D, H, K) as one matrix (3D, D), or three biases (H, K) as one vector (3D)."""
+    return Transform(
+        lambda xs: [torch.cat([x.flatten(-2).movedim(0, -1) for x in xs])],
+        lambda xs: [x.movedim(0, -1).unflatten(-1, (heads, -1)) for x in xs[0].chunk(3)],
+    )
+
+
+def merge_heads(heads: int) -> Transform:
+    """A kernel (H, K, D) as a matrix (D, D)."""
+    return per_tensor(lambda x: x.flatten(0, 1).T, lambda x: x.T.unflatten(0, (heads, -1)))
+
+
 def vit_table(heads: int, stages: Sequence[int] | None = None) -> list[Row]:
     """A ViT's table; `stages` are those of a hybrid's stem."""
     kernels, biases = (
@@ -98,7 +92,7 @@ def vit_table(heads: int, stages: Sequence[int] | None = None) -> list[Row]:
         row("positions.table", "Transformer/posembed_input/pos_embedding"),
         *layer("blocks.#.norm1", f"{BLOCK}/LayerNorm_0", "scale"),
         Row(("blocks.#.attention.qkv.weight",), kernels, join_heads(heads)),
-        Row(("blocks.#.attention.qkv.bias",), biases, join_head_biases(heads)),
+        Row(("blocks.#.attention.qkv.bias",), biases, join_heads(heads)),
         *layer("blocks.#.attention.out", f"{ATTENTION}/out", "kernel", merge_heads(heads)),
         *layer("blocks.#.norm2", f"{BLOCK}/LayerNorm_2", "scale"),
         *layer("blocks.#.mlp.up", f"{BLOCK}/MlpBlock_3/Dense_0", "kernel", TRANSPOSE),
@@ -148,8 +142,7 @@ def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: 
     for name, tensor in theirs.items():
         if tensor.dtype == torch.bfloat16:
             raise cannot_express(NAME, f"bfloat16 ('{name}')", "convert the model to float32 first")
-    arrays = {name: tensor.numpy() for name, tensor in theirs.items()}
-    np.savez(path, allow_pickle=False, **arrays)
+    np.savez(path, allow_pickle=False, **{name: tensor.numpy() for name, tensor in theirs.items()})
 
 
 def check_expressible(c: ModelConfig) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -16,16 +17,10 @@ from vitlab.errors import UserError
 from vitlab.models.card import Card
 from vitlab.models.config import Gelu, Interpolation, ModelConfig, Preprocess, Size, ViTConfig, as_size
 from vitlab.settings import from_json
-from vitlab.weights.formats.base import (
-    FormatDefaults,
-    ParsedCheckpoint,
-    RawCheckpoint,
-    cannot_express,
-    check_vit,
-    count,
-    read_vit,
-)
-from vitlab.weights.formats.table import JOIN3, Row, expand, from_vitlab, pair, row
+from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
+from vitlab.weights.formats.express import cannot_express, check_vit
+from vitlab.weights.formats.shapes import count, read_vit
+from vitlab.weights.formats.table import Row, Transform, expand, from_vitlab, pair, row
 
 NAME = "huggingface"
 SUFFIXES = ("",)
@@ -34,6 +29,7 @@ DEFAULT = FormatDefaults(gelu="exact", norm_eps=1e-12, preprocess=PREPROCESS)
 ACTIVATIONS: dict[str, Gelu] = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 RESAMPLE: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 PATCHES = "embeddings.patch_embeddings.projection"
+JOIN3 = Transform(lambda xs: [torch.cat(list(xs))], lambda xs: xs[0].chunk(3))  # queries, keys and values
 
 # The names of a block's parts, in files and in memory.
 FILE = (

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-import torch
 from torch import Tensor
 
 from vitlab.errors import UserError
@@ -37,34 +36,6 @@ def per_tensor(
 
 
 SAME = per_tensor(lambda x: x, lambda x: x)
-TRANSPOSE = per_tensor(lambda x: x.T, lambda x: x.T)
-CONV = per_tensor(lambda x: x.permute(3, 2, 0, 1), lambda x: x.permute(2, 3, 1, 0))  # (h, w, in, out), (out, in, h, w)
-POINT = per_tensor(lambda x: x.flatten(1), lambda x: x[:, :, None, None])  # a 1x1 convolution as a dense layer
-POINT_LAST = per_tensor(lambda x: x.flatten(0, 2).T, lambda x: x.T[None, None])  # the same, (1, 1, in, out)
-MAP_NORM = per_tensor(lambda x: x.flatten(), lambda x: x[None, None, None], loose=True)  # (1, 1, 1, C), newer ones (C)
-JOIN3 = Transform(lambda xs: [torch.cat(list(xs))], lambda xs: xs[0].chunk(3))  # queries, keys and values
-SPLIT2 = Transform(lambda xs: xs[0].chunk(2), lambda xs: [torch.cat(list(xs))])  # keys and values
-
-
-def join_heads(heads: int) -> Transform:
-    """Three kernels (D, H, K) as one matrix (3D, D)."""
-    return Transform(
-        lambda xs: [torch.cat([x.flatten(1).T for x in xs])],
-        lambda xs: [x.T.unflatten(1, (heads, -1)) for x in xs[0].chunk(3)],
-    )
-
-
-def join_head_biases(heads: int) -> Transform:
-    """Three biases (H, K) as one vector (3D)."""
-    return Transform(
-        lambda xs: [torch.cat([x.flatten() for x in xs])],
-        lambda xs: [x.unflatten(0, (heads, -1)) for x in xs[0].chunk(3)],
-    )
-
-
-def merge_heads(heads: int) -> Transform:
-    """A kernel (H, K, D) as a matrix (D, D)."""
-    return per_tensor(lambda x: x.flatten(0, 1).T, lambda x: x.T.unflatten(0, (heads, -1)))
 
 
 # ---- rows

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -18,20 +19,10 @@ from vitlab.errors import UserError
 from vitlab.models.card import Card
 from vitlab.models.config import Fit, Gelu, ModelConfig, Pool, Preprocess, ResNetConfig, Size, ViTConfig, as_size
 from vitlab.settings import from_json
-from vitlab.weights.formats.base import (
-    HEADS,
-    FormatDefaults,
-    ParsedCheckpoint,
-    RawCheckpoint,
-    cannot_express,
-    check_settings,
-    check_vit,
-    count_units,
-    read_resnet,
-    read_vit,
-    stored_shape,
-)
-from vitlab.weights.formats.table import POINT, SPLIT2, Row, expand, from_vitlab, pair, row, stage_rows
+from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
+from vitlab.weights.formats.express import cannot_express, check_settings, check_vit
+from vitlab.weights.formats.shapes import HEADS, count_units, read_resnet, read_vit, stored_shape
+from vitlab.weights.formats.table import Row, Transform, expand, from_vitlab, pair, per_tensor, row, stage_rows
 
 NAME = "timm"
 SUFFIXES = (".safetensors", "")
@@ -56,6 +47,8 @@ CROPS: dict[str, Fit] = {"center": "crop", "squash": "stretch"}
 # ---- the tables
 
 STEM = "patch_embed.backbone."
+POINT = per_tensor(lambda x: x.flatten(1), lambda x: x[:, :, None, None])  # a 1x1 convolution as a dense layer
+SPLIT2 = Transform(lambda xs: xs[0].chunk(2), lambda xs: [torch.cat(list(xs))])  # keys and values
 VIT = [
     *pair("embed", "patch_embed.proj"),
     row("token", "cls_token"),
@@ -150,9 +143,8 @@ def read_stem(source: RawCheckpoint) -> tuple[tuple[int, ...], int] | None:
 
 def find_pool(source: RawCheckpoint) -> Pool:
     """The pooling that follows from the tensors; that of a folder's config must agree."""
-    pool: Pool = "attention" if "attn_pool.latent" in source.shapes else "mean"
-    if "cls_token" in source.shapes and pool == "mean":
-        pool = "token"
+    names = source.shapes
+    pool: Pool = "attention" if "attn_pool.latent" in names else "token" if "cls_token" in names else "mean"
     stored = model_args(source).get("global_pool", source.config.get("global_pool"))
     if stored is not None and stored != POOLS[pool]:
         raise UserError(f"{source.name} pools by global_pool={stored!r} where its tensors fit {POOLS[pool]!r} alone")
@@ -217,11 +209,10 @@ def read_preprocess(source: RawCheckpoint, default: Preprocess) -> Preprocess | 
 
 
 def read_size(source: RawCheckpoint) -> Size | None:
-    args, cfg = model_args(source), pretrained_config(source)
-    if args.get("img_size") is not None:
-        return as_size(args["img_size"])
-    size = cfg.get("input_size")
-    return as_size(size[1:]) if isinstance(size, list) else None
+    size, input_size = model_args(source).get("img_size"), pretrained_config(source).get("input_size")
+    if size is not None:
+        return as_size(size)
+    return as_size(input_size[1:]) if isinstance(input_size, list) else None
 
 
 # ---- writing

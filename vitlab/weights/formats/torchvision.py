@@ -9,15 +9,9 @@ from torch import Tensor
 
 from vitlab.models.card import Card
 from vitlab.models.config import ModelConfig, Preprocess, Size
-from vitlab.weights.formats.base import (
-    FormatDefaults,
-    ParsedCheckpoint,
-    RawCheckpoint,
-    cannot_express,
-    check_settings,
-    check_vit,
-    read_vit,
-)
+from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
+from vitlab.weights.formats.express import cannot_express, check_settings, check_vit
+from vitlab.weights.formats.shapes import read_vit
 from vitlab.weights.formats.table import expand, from_vitlab, pair, row
 
 NAME = "torchvision"

@@ -1,0 +1,194 @@
+"""Models from the shapes in a file: the steps that the formats of other libraries share."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from vitlab.errors import UserError
+from vitlab.models.card import Card
+from vitlab.models.config import Pool, PositionKind, ResNetConfig, Size, Standardize, StemConfig, ViTConfig
+from vitlab.models.variants import SIZES
+from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
+from vitlab.weights.formats.table import Row, check_names, expand
+from vitlab.weights.tensors import Shape
+
+T = TypeVar("T")
+IMAGE_SIZE = (224, 224)  # where nothing in a file depends on it
+HEADS = {width: heads for _, width, _, heads in SIZES.values()} | dict.fromkeys((1152, 1536, 1664), 16)  # SigLIP, G/14
+
+
+def read_vit(
+    source: RawCheckpoint,
+    table: Sequence[Row],
+    known: FormatDefaults,
+    default: FormatDefaults,
+    image_size: Size | None,
+    *,
+    config_size: Size | None = None,
+    stem: tuple[tuple[int, ...], int] | None = None,
+    pool: Pool = "token",
+    positions: PositionKind = "1d",
+    labels: object = None,
+) -> ParsedCheckpoint:
+    """A ViT by the shapes of its tensors, its format's table (with `#` for a block's number) and the settings.
+
+    `image_size` is the caller's, `config_size` that of the config beside the weights; `stem` has the stages and the
+    width of a hybrid's ResNet. A UserError names what is missing or does not agree.
+    """
+    settings = known.over(default)
+    width, _, *patch = find_shape(source, table, "embed.weight", 4)
+    if patch[0] != patch[1]:
+        raise UserError(f"{source.name} has patches of {patch[0]}x{patch[1]}; only square ones are supported")
+    stem_config = StemConfig(stem[0], stem[1], *convolution_settings(settings)) if stem else None
+    stride = patch[0] * (stem_config.stride if stem_config else 1)
+    before, after = find_row(table, "blocks.#.norm1.weight").theirs[0].split("#")
+    config = ViTConfig(
+        image_size=(stride, stride),
+        patch=patch[0],
+        depth=count(source, f"{before}#{after[0]}"),
+        width=width,
+        mlp=find_shape(source, table, "blocks.#.mlp.up.weight", 2)[0],
+        heads=settings.heads if settings.heads is not None else default_heads(source, width),
+        classes=find_outputs(source, table, "head.weight", 2),
+        stem=stem_config,
+        pool=pool,
+        prelogits=find_outputs(source, table, "prelogits.weight", 2),
+        positions=positions,
+        gelu=not_none(settings.gelu),
+        norm_eps=not_none(settings.norm_eps),
+    )
+    rows = expand(table, config)
+    size = config_size or image_size or IMAGE_SIZE
+    if positions != "none":
+        patches = find_shape(source, table, "positions.table", 3)[1] - config.token
+        try:
+            size = find_size(source, patches, stride, config_size, image_size)
+        except UserError:
+            check_names(rows, source.tensors)  # a tensor of another architecture may be the reason
+            raise
+    config = dataclasses.replace(config, image_size=size)
+    defaulted = FormatDefaults(heads=config.heads).over(default).missing_in(known)
+    card = Card(not_none(settings.preprocess), find_labels(source, labels, config.classes))
+    return ParsedCheckpoint(config, card, defaulted, rows)
+
+
+def read_resnet(
+    source: RawCheckpoint,
+    table: Sequence[Row],
+    known: FormatDefaults,
+    default: FormatDefaults,
+    image_size: Size | None,
+    stages: tuple[int, ...],
+    labels: object = None,
+) -> ParsedCheckpoint:
+    """A BiT ResNet by the shapes of its tensors, its format's table and the settings."""
+    for name in ("heads", "gelu", "norm_eps"):
+        if getattr(known, name) is not None:
+            raise UserError(f"{source.name} is a ResNet and has no {name}; its norms have group_eps")
+    settings = known.over(default)
+    width, classes = find_shape(source, table, "root.weight", 4)[0], find_outputs(source, table, "head.weight", 4)
+    config = ResNetConfig(image_size or IMAGE_SIZE, stages, width, classes, *convolution_settings(settings))
+    defaulted = default.missing_in(known) + (() if image_size else ("image_size",))
+    card = Card(not_none(settings.preprocess), find_labels(source, labels, classes))
+    return ParsedCheckpoint(config, card, defaulted, expand(table, config))
+
+
+def find_row(table: Sequence[Row], ours: str) -> Row:
+    return next(r for r in table if r.ours == (ours,))
+
+
+def find_shape(source: RawCheckpoint, table: Sequence[Row], ours: str, rank: int) -> Shape:
+    """The shape that our tensor gets from the file, whose own tensor must have `rank` axes; of blocks, the first."""
+    r = find_row(table, ours)
+    shape = stored_shape(source, r.theirs[0].replace("#", "0"), rank)
+    return tuple(r.transform.to_vitlab([torch.empty(shape, device="meta")])[0].shape)
+
+
+def find_outputs(source: RawCheckpoint, table: Sequence[Row], ours: str, rank: int) -> int:
+    """The number of outputs of a layer, 0 if the file does not have it."""
+    stored = find_row(table, ours).theirs[0] in source.shapes
+    return find_shape(source, table, ours, rank)[0] if stored else 0
+
+
+def stored_shape(source: RawCheckpoint, name: str, rank: int) -> Shape:
+    """The shape of a file's tensor, which must have `rank` axes."""
+    shape = source.shapes.get(name)
+    if shape is None:
+        raise UserError(f"{source.name} lacks '{name}'")
+    if len(shape) != rank or min(shape) < 1:
+        raise UserError(f"'{name}' in {source.name} has shape {shape}, expected {rank} axes")
+    return shape
+
+
+def count(source: RawCheckpoint, pattern: str, first: int = 0) -> int:
+    """How many there are of `blocks.#.`, numbered from `first` on without a gap."""
+    before, after = pattern.split("#")
+    number = re.compile(re.escape(before) + r"(\d{1,6})" + re.escape(after))
+    numbers = {int(match[1]) for name in source.shapes if (match := number.match(name))}
+    total = 0
+    while first + total in numbers:
+        total += 1
+    return total
+
+
+def count_units(source: RawCheckpoint, stage: str, unit: str, first: int = 0) -> tuple[int, ...]:
+    """How many units each stage of a ResNet has, such as `stages.#.` with `blocks.#.`."""
+    stages = [stage.replace("#", str(first + i)) for i in range(count(source, stage, first))]
+    return tuple(count(source, name + unit, first) for name in stages)
+
+
+def find_size(
+    source: RawCheckpoint, patches: int, stride: int, config_size: Size | None, image_size: Size | None
+) -> Size:
+    """The image size whose grid has so many patches.
+
+    The config's size comes first; then a square; then the caller's size, if it has just this many patches. The table
+    of positions itself is the same for 14x14 and 7x28. Pixels beyond the last complete patch are left out, as public
+    code does (384 pixels in patches of 14 are 378).
+    """
+    side = math.isqrt(max(0, patches))
+    sizes = [config_size] if config_size else [(side * stride, side * stride), *([image_size] if image_size else [])]
+    for height, width in sizes:
+        if patches > 0 and (height // stride) * (width // stride) == patches:
+            return height // stride * stride, width // stride * stride
+    if config_size:
+        raise UserError(
+            f"{source.name} has positions for {patches} patches of {stride} pixels, and its config has images of "
+            f"{config_size[0]}x{config_size[1]}"
+        )
+    raise UserError(
+        f"{source.name} has positions for {patches} patches, which is no square; give image_size=(height, width) with "
+        f"that many patches of {stride} pixels"
+    )
+
+
+def default_heads(source: RawCheckpoint, width: int) -> int:
+    if width not in HEADS and width % 64:
+        raise UserError(f"{source.name} does not give the number of heads for its width {width}; give heads=")
+    return HEADS.get(width, width // 64)
+
+
+def find_labels(source: RawCheckpoint, names: object, classes: int) -> tuple[str, ...] | None:
+    """Class names from a list, or from an object with the class number as key; None unless there is one per class."""
+    if not names:
+        return None
+    if isinstance(names, Mapping):
+        numbers = [str(i) for i in range(len(names))]
+        names = [names[i] for i in numbers] if set(numbers) == set(names) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"the class names of {source.name} must be a list of words, one per class")
+    return tuple(names) if len(names) == classes else None
+
+
+def convolution_settings(settings: FormatDefaults) -> tuple[Standardize, float, float]:
+    return not_none(settings.standardize), not_none(settings.standardize_eps), not_none(settings.group_eps)
+
+
+def not_none(value: T | None) -> T:
+    """A setting for which the format has a default."""
+    assert value is not None
+    return value
