@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from vitlab.data.decoder import DecodeError
-from vitlab.data.headers import Header, ImpossibleHeader, read_header
+from vitlab.data.headers import ImpossibleHeader, read_header
 from vitlab.data.images import PLAIN_WORK
 from vitlab.data.sandbox import Budget, DecodeRequest, Sandbox
 from vitlab.data.transforms import to_pixels
@@ -45,6 +45,8 @@ class Decoders:
 
     async def decode(self, uploads: Sequence[Upload]) -> list[Tensor]:
         """Decode all of a request's images; the first error is raised and ends the work on the others."""
+        if len(uploads) == 1:  # most requests: no task of its own
+            return [await self._decode_one(uploads[0])]
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._decode_one(upload)) for upload in uploads]
@@ -55,19 +57,14 @@ class Decoders:
     async def _decode_one(self, upload: Upload) -> Tensor:
         try:
             header = read_header(upload.data)
-            if header is not None and header.pixels > self.limits.max_pixels:
+            if header and header.pixels > self.limits.max_pixels:
                 raise DecodeError("large", f"{header.width} x {header.height} pixels")
-            pool = self.quick if self._is_cheap(header) else self.slow
-            return await pool.decode(upload)
+            cheap = header and header.pixels <= LARGE * self.limits.max_pixels and header.work <= PLAIN_WORK
+            return await (self.quick if cheap else self.slow).decode(upload)
         except ImpossibleHeader as absurd:
             raise RequestError(422, f"'{upload.name}' is broken: {absurd}") from None
         except DecodeError as bad:
             raise self._request_error(upload, bad) from None
-
-    def _is_cheap(self, header: Header | None) -> bool:
-        if header is None:
-            return False
-        return header.pixels <= LARGE * self.limits.max_pixels and header.work <= PLAIN_WORK
 
     def _request_error(self, upload: Upload, bad: DecodeError) -> RequestError:
         if bad.fault == "large":

@@ -63,17 +63,14 @@ class ConnectionPool:
 
     def close_stalled(self, address: str | None = None) -> bool:
         """Close the connection whose client has been idle longest, of all or of one address; False if none stalled."""
-        latest = time.monotonic() - STALL_SECONDS
-        stalled = [
-            one
-            for one in self.connections
-            if one.idle_since is not None and one.idle_since <= latest and address in (None, one.address)
-        ]
-        if not stalled:
+        stalled, since = None, time.monotonic() - STALL_SECONDS
+        for one in self.connections:
+            if one.idle_since is not None and one.idle_since <= since and address in (None, one.address):
+                stalled, since = one, one.idle_since
+        if stalled is None:
             return False
-        oldest = min(stalled, key=lambda one: one.idle_since or latest)
-        self.remove(oldest)
-        oldest.abort()
+        self.remove(stalled)
+        stalled.abort()
         return True
 
     async def wait_to_pipeline(self, seconds: float) -> bool:
