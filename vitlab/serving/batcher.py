@@ -43,31 +43,26 @@ class QueueEntry:
     future: Future[Any] = field(default_factory=Future)
 
 
+@dataclass(eq=False)
 class Batcher(Generic[Item, Answer]):
     """Runs items in batches of up to `max_batch`, in the order they came; at most `queue` of them wait.
 
     `run` takes the items of a batch and returns as many answers. `on_batch` gets the size and seconds of each batch.
     """
 
-    def __init__(
-        self,
-        run: Callable[[Sequence[Item]], Sequence[Answer]],
-        *,
-        max_batch: int = 64,
-        max_wait: float = 0.005,
-        queue: int = 256,
-        on_batch: Callable[[int, float], None] = lambda size, seconds: None,
-    ) -> None:
-        if max_batch < 1 or queue < 1 or max_wait < 0:
-            raise UserError(
-                "a batch and the queue hold at least one image and the wait is not negative, "
-                f"not {max_batch}, {queue} and {max_wait:g} s"
-            )
-        self.run, self.max_batch, self.max_wait, self.queue, self.on_batch = run, max_batch, max_wait, queue, on_batch
+    run: Callable[[Sequence[Item]], Sequence[Answer]]
+    max_batch: int = 64
+    max_wait: float = 0.005
+    queue: int = 256
+    on_batch: Callable[[int, float], None] = lambda size, seconds: None
+
+    def __post_init__(self) -> None:
+        if self.max_batch < 1 or self.queue < 1 or self.max_wait < 0:
+            given = f"{self.max_batch}, {self.queue} and {self.max_wait:g} s"
+            raise UserError(f"a batch and the queue hold at least one image and the wait is not negative, not {given}")
         self.waiting: deque[QueueEntry] = deque()
         self.reserved = 0  # places without an item yet
-        self.closed = False  # for new work; reserved places may still be filled
-        self.finished = False
+        self.closed = self.finished = False  # closed for new work; reserved places may still be filled
         self.changed = threading.Condition()
         self.worker = threading.Thread(target=self._work, name="model", daemon=True)
         self.worker.start()
@@ -107,8 +102,7 @@ class Batcher(Generic[Item, Answer]):
         self.worker.join(seconds)
         with self.changed:
             in_time, self.finished = self.finished, True
-            left = list(self.waiting)
-            self.waiting.clear()
+            left, self.waiting = self.waiting, deque()
             self.reserved = 0
         for entry in left:
             entry.future.cancel()

@@ -28,25 +28,23 @@ LINGER_PAUSE = 0.005  # seconds between two reads of such a body: at most 13 MB/
 READ_SIZE = 65_536  # bytes
 EVENTS = 16  # pieces of a body that are parsed before other connections run
 OVERLOADED = "too many connections; try again in a moment"
-NOT_HTTP = "this is not valid HTTP"
 
 
 class Connection(asyncio.BufferedProtocol):
-    """The protocol that uvicorn creates for every socket; a subclass sets `limits` and `pool`."""
+    """The protocol that uvicorn creates for every socket; a subclass sets `limits` and `pool`.
+
+    A client that closes its side gets no more: asyncio closes the connection, unless `eof_received` is overridden.
+    """
 
     limits: Limits
     pool: ConnectionPool
     read_buffer = memoryview(bytearray(READ_SIZE))  # copied right after each read, so all connections share it
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
+        self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], _loop: object = None
     ) -> None:
         self.app, self.server, self.app_state = config.loaded_app, server_state, app_state
-        self.loop = _loop or asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self.http = h11.Connection(h11.SERVER)
         self.unparsed = b""
         self.reader: asyncio.Future[None] | None = None  # done when `wanted` bytes have arrived
@@ -92,9 +90,6 @@ class Connection(asyncio.BufferedProtocol):
         elif len(self.unparsed) >= self.wanted:
             self.reader.set_result(None)
 
-    def eof_received(self) -> None:
-        return None  # closes: a client that sends no more gets no more
-
     def connection_lost(self, exc: Exception | None) -> None:
         self.server.connections.discard(self)
         self.closed.set()
@@ -136,7 +131,9 @@ class Connection(asyncio.BufferedProtocol):
             log.exception("a connection failed")
         finally:
             self.pool.remove(self)
-            self.close()
+            if self.transport.get_write_buffer_size():  # what the client has not read by now is discarded
+                self.transport.abort()
+            self.transport.close()
 
     async def handle_request(self) -> bool:
         """Read one request and answer it; returns whether another may follow."""
@@ -191,7 +188,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             return self.http.next_event()
         except h11.RemoteProtocolError:
-            raise RequestError(400, NOT_HTTP, CLOSE) from None
+            raise RequestError(400, "this is not valid HTTP", CLOSE) from None
 
     async def feed_parser(self, wanted: int = 1) -> bool:
         """Give the parser more bytes; False when there are no more."""
@@ -248,15 +245,12 @@ class Connection(asyncio.BufferedProtocol):
             await self.closed.wait()
         if self.is_answered or self.closed.is_set():
             return {"type": "http.disconnect"}
-        if self.is_complete:  # there is no body
-            self.is_delivered = True
-            return {"type": "http.request", "body": b"", "more_body": False}
         if self.http.they_are_waiting_for_100_continue:
             self.transport.write(self.http.send(h11.InformationalResponse(status_code=100, headers=[])))
         if self.must_yield:
             await asyncio.sleep(0)
         self.idle_since = self.idle_since or time.monotonic()
-        data = await self.read_body()
+        data = b"" if self.is_complete else await self.read_body()
         if data is None:
             return {"type": "http.disconnect"}
         self.received += len(data)
@@ -296,10 +290,8 @@ class Connection(asyncio.BufferedProtocol):
                 headers.append((b"connection", b"close"))
             self.response = h11.Response(status_code=message["status"], headers=headers)
             return  # it is sent together with the body
-        events: list[h11.Event] = []
-        if self.response is not None:
-            events.append(self.response)
-            self.response = None
+        events: list[h11.Event] = [self.response] if self.response else []
+        self.response = None
         if self.method != b"HEAD":
             events.append(h11.Data(message.get("body", b"")))
         if not message.get("more_body", False):
@@ -336,29 +328,22 @@ class Connection(asyncio.BufferedProtocol):
                 while await self.read():  # discarded unparsed
                     await asyncio.sleep(LINGER_PAUSE)
 
-    def close(self) -> None:
-        """Close the socket; what the client has not read by now is discarded."""
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()
-        self.transport.close()
-
     def send_error(self, error: RequestError) -> None:
         """Answer something that never became a request."""
         if self.transport.is_closing():
             return
-        length = str(len(error.body))
-        headers = [("content-type", "application/json"), ("content-length", length), ("connection", "close")]
+        body = error.body
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         with contextlib.suppress(h11.LocalProtocolError):  # an answer has begun already
-            self.write(
-                h11.Response(status_code=error.status, headers=headers), h11.Data(error.body), h11.EndOfMessage()
-            )
+            self.write(h11.Response(status_code=error.status, headers=headers), h11.Data(body), h11.EndOfMessage())
 
 
 def check_framing(request: h11.Request) -> None:
     """Refuse a message whose end is ambiguous: a proxy in front might see other requests than this server does."""
     names = {name for name, _ in request.headers}
     if b"transfer-encoding" in names and b"content-length" in names:
-        message = "a request with both Content-Length and Transfer-Encoding is ambiguous; send one of them"
-        raise RequestError(400, message)
+        raise RequestError(
+            400, "a request with both Content-Length and Transfer-Encoding is ambiguous; send one of them"
+        )
     if b"transfer-encoding" in names and request.http_version < b"1.1":
         raise RequestError(400, "Transfer-Encoding needs HTTP/1.1; send a Content-Length")

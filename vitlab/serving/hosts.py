@@ -31,12 +31,10 @@ class AllowedHosts:
         host = match["ipv6"] or match["name"]
         if host in self.names or host.rstrip(".") in self.names:
             return True
-        address = parse_address(host)
-        if address is None:
-            return False
-        if self.bound is not None and self.bound.is_unspecified:
-            return True  # every address of this machine, however it is reached; a number cannot be pointed elsewhere
-        return address.is_loopback or address == self.bound
+        address, bound = parse_address(host), self.bound
+        # bound to every address of this machine, however it is reached; a number cannot be pointed elsewhere
+        is_any = bound is not None and bound.is_unspecified
+        return address is not None and (is_any or address.is_loopback or address == bound)
 
 
 def check_name(name: str) -> str:

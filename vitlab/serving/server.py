@@ -78,11 +78,7 @@ def available_connections(connections: int) -> int:
 
 
 def serve(
-    app: ASGIApp,
-    sock: socket.socket,
-    limits: Limits,
-    on_start: Callable[[], None],
-    on_stop: Callable[[], None],
+    app: ASGIApp, sock: socket.socket, limits: Limits, on_start: Callable[[], None], on_stop: Callable[[], None]
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; then requests in progress are finished, for at most DRAIN seconds."""
     Image.MAX_IMAGE_PIXELS = limits.max_pixels  # Pillow's own limit is twice this

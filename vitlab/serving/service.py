@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from vitlab.serving.metrics import Metrics
 from vitlab.serving.uploads import ClientDisconnected, receive_uploads
 
 Result = TypeVar("Result")
+MAX_BODIES = 25  # of the largest size in memory at one time: by default half a gigabyte
 LAST_BATCH_SECONDS = 5.0  # for the batch that is running when all requests have ended
 
 
@@ -48,7 +49,7 @@ class Service:
         if images > queue:
             raise UserError(f"a request of {images} images can never fit a queue of {queue}; make --queue larger")
         self.metrics = Metrics()
-        self.budget = MemoryBudget(self.limits.total_bytes)
+        self.budget = MemoryBudget(MAX_BODIES * self.limits.max_bytes)
         processes = settings.processes or min(8, os.cpu_count() or 1)
         self.decoders = Decoders(classifier.model.config.image_size, classifier.preprocess, self.limits, processes)
         self.batcher: Batcher[Tensor, Tensor] = Batcher(
@@ -75,7 +76,7 @@ class Service:
         rows = await gather_results(request, futures)
         return list(zip(names, rows, strict=True))
 
-    async def _enqueue(self, request: Request) -> "tuple[list[str], list[Future[Tensor]]]":
+    async def _enqueue(self, request: Request) -> tuple[list[str], list[Future[Tensor]]]:
         """Read and decode the body and queue its images; when this returns nothing refers to the body any more."""
         self.check_capacity()
         async with receive_uploads(request, self.limits, self.budget) as uploads:
@@ -95,8 +96,7 @@ class Service:
         self.check_capacity()
         async with receive_uploads(request, self.limits, self.budget) as uploads:
             if len(uploads) > 1:
-                message = f"one image is explained at a time, not {len(uploads)}; /v1/predict takes many"
-                raise RequestError(422, message)
+                raise RequestError(422, f"one image is explained at a time, not {len(uploads)}; /v1/predict takes many")
             (pixels,) = await run_while_connected(request, self.decoders.decode(uploads))
             return uploads[0].name, pixels
 
@@ -135,19 +135,15 @@ def batcher_errors() -> Iterator[None]:
 
 async def gather_results(request: Request, futures: "Sequence[Future[Result]]") -> list[Result]:
     """The futures' results; if the client disconnects first, they are cancelled and cost nothing more."""
-
-    async def gather() -> list[Result]:
-        return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
-
     try:
-        return await run_while_connected(request, gather())
+        return await run_while_connected(request, asyncio.gather(*map(asyncio.wrap_future, futures)))
     except ClientDisconnected:
         raise
     except Exception:  # the batcher has logged it, once for all of its batch
         raise RequestError(500, "the model failed on this batch; see the server's log") from None
 
 
-async def run_while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def run_while_connected(request: Request, work: Awaitable[Result]) -> Result:
     """The result of some work, which is cancelled if the client disconnects first."""
     task = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(wait_for_disconnect(request))
