@@ -69,8 +69,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
     )
     async def explain(request: Request, top_k: TopK = 5) -> Response:
         name, row, fields = await service.explain(request)
-        classes = service.top_classes(row, top_k)
-        return await asyncio.to_thread(fast_json, {"name": name, "classes": classes, **fields})
+        return await asyncio.to_thread(fast_json, {"name": name, "classes": service.top_classes(row, top_k), **fields})
 
     @app.get(
         "/v1/model",
@@ -131,10 +130,8 @@ def fast_json(value: Any) -> Response:
 
 async def http_error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    messages = {
-        404: f"there is nothing at {request.url.path[:200]}; /docs lists the routes",
-        405: f"{request.method} is not allowed for {request.url.path[:200]}; /docs lists the routes",
-    }
+    path = f"{request.url.path[:200]}; /docs lists the routes"
+    messages = {404: f"there is nothing at {path}", 405: f"{request.method} is not allowed for {path}"}
     return JSONResponse({"error": messages.get(error.status_code, error.detail)}, error.status_code, error.headers)
 
 

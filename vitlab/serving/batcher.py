@@ -102,8 +102,7 @@ class Batcher(Generic[Item, Answer]):
         self.worker.join(seconds)
         with self.changed:
             in_time, self.finished = self.finished, True
-            left, self.waiting = self.waiting, deque()
-            self.reserved = 0
+            left, self.waiting, self.reserved = self.waiting, deque(), 0
         for entry in left:
             entry.future.cancel()
         return in_time
@@ -122,8 +121,7 @@ class Batcher(Generic[Item, Answer]):
 
     def _work(self) -> None:
         while batch := self._next_batch():
-            batch = [entry for entry in batch if entry.future.set_running_or_notify_cancel()]
-            if batch:
+            if batch := [entry for entry in batch if entry.future.set_running_or_notify_cancel()]:
                 self._run_batch(batch)
             del batch  # or images would stay in memory until the next batch
 
@@ -147,24 +145,19 @@ class Batcher(Generic[Item, Answer]):
     def _next_batch(self) -> list[QueueEntry]:
         """Wait for the next batch, or a call by itself; empty when the batcher is closed and all is done."""
         with self.changed:
-            while not self.waiting:
-                if self.closed and not self.reserved:
-                    self.finished = True
-                    return []
-                self.changed.wait()
-            self._wait_for_more()
+            self.changed.wait_for(lambda: self.waiting or (self.closed and not self.reserved))
+            if not self.waiting:
+                self.finished = True
+                return []
+            self.changed.wait_for(self._has_all, self.max_wait)
             batch = [self.waiting.popleft()]
-            if batch[0].call is None:
-                while self.waiting and self.waiting[0].call is None and len(batch) < self.max_batch:
-                    batch.append(self.waiting.popleft())
+            while batch[0].call is None and self.waiting and not self.waiting[0].call and len(batch) < self.max_batch:
+                batch.append(self.waiting.popleft())
             return batch
 
-    def _wait_for_more(self) -> None:
-        deadline = time.monotonic() + self.max_wait
-        while self.reserved and len(self.waiting) < self.max_batch and not self.closed:
-            left = deadline - time.monotonic()
-            if left <= 0 or not self.changed.wait(left):
-                return
+    def _has_all(self) -> bool:
+        """Whether a batch is full, or nothing more is coming for it."""
+        return not self.reserved or len(self.waiting) >= self.max_batch or self.closed
 
 
 class Reservation(Generic[Item, Answer]):

@@ -51,7 +51,6 @@ class Connection(asyncio.BufferedProtocol):
         self.wanted = 1
         self.closed, self.drained = asyncio.Event(), asyncio.Event()
         self.drained.set()
-        self.address = ""
         self.idle_since: float | None = time.monotonic()
         self.has_served = self.is_busy = self.is_stopping = False
         self.start_request()
@@ -59,8 +58,7 @@ class Connection(asyncio.BufferedProtocol):
     def start_request(self) -> None:
         self.method = b""
         self.pieces = self.length = self.received = self.progress = 0  # all but `pieces` in bytes of the body
-        self.is_complete = False  # the request has been parsed to its end
-        self.is_delivered = False  # and the application has seen that
+        self.is_complete = self.is_delivered = False  # parsed to its end; and the application has seen that end
         self.is_answered = self.must_yield = False
         self.response: h11.Response | None = None
 
@@ -72,7 +70,7 @@ class Connection(asyncio.BufferedProtocol):
         transport.set_write_buffer_limits(high=0)  # `drained` means that the kernel has it all
         self.address = str((transport.get_extra_info("peername") or ("",))[0])
         self.server.connections.add(self)  # type: ignore[arg-type]  # uvicorn names its own classes there
-        if self.pool.is_overloaded:
+        if self.pool.waiting >= self.pool.size:  # as many wait as may be admitted
             self.send_error(RequestError(503, OVERLOADED))
             transport.close()
             return
@@ -137,8 +135,7 @@ class Connection(asyncio.BufferedProtocol):
 
     async def handle_request(self) -> bool:
         """Read one request and answer it; returns whether another may follow."""
-        request = await self.read_headers()
-        if request is None:
+        if (request := await self.read_headers()) is None:
             return False
         self.is_busy, self.idle_since = True, None
         try:
@@ -192,8 +189,7 @@ class Connection(asyncio.BufferedProtocol):
 
     async def feed_parser(self, wanted: int = 1) -> bool:
         """Give the parser more bytes; False when there are no more."""
-        data = await self.read(wanted)
-        if not data:
+        if not (data := await self.read(wanted)):
             return False
         self.count_piece()
         self.http.receive_data(data)
@@ -342,8 +338,6 @@ def check_framing(request: h11.Request) -> None:
     """Refuse a message whose end is ambiguous: a proxy in front might see other requests than this server does."""
     names = {name for name, _ in request.headers}
     if b"transfer-encoding" in names and b"content-length" in names:
-        raise RequestError(
-            400, "a request with both Content-Length and Transfer-Encoding is ambiguous; send one of them"
-        )
+        raise RequestError(400, "a request with both Content-Length and Transfer-Encoding is ambiguous; send only one")
     if b"transfer-encoding" in names and request.http_version < b"1.1":
         raise RequestError(400, "Transfer-Encoding needs HTTP/1.1; send a Content-Length")

@@ -22,10 +22,7 @@ from vitlab.predict import Classifier
 from vitlab.serving.limits import Limits
 from vitlab.serving.schema import ModelInfo
 
-DECIMALS = 6
-NO_STEPS = (
-    "This model is a ResNet: it applies convolutions to the picture and has no patches, tokens or attention to show."
-)
+NO_STEPS = "This model is a ResNet: it applies convolutions to images and has no patches, tokens or attention to show."
 
 
 def compute_steps(classifier: Classifier, pixels: Tensor) -> tuple[Tensor, Steps | None]:
@@ -54,7 +51,7 @@ def steps_to_json(pixels: Tensor, steps: Steps | None) -> dict[str, Any]:
 
 
 def round_list(values: NDArray[np.float32]) -> list[Any]:
-    return values.astype(np.float64).round(DECIMALS).tolist()
+    return values.astype(np.float64).round(6).tolist()
 
 
 def color_list(values: NDArray[np.float32]) -> list[Any]:

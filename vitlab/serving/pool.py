@@ -34,11 +34,6 @@ class ConnectionPool:
         self.per_address: Counter[str] = Counter()
         self.admission, self.pipeline = asyncio.Lock(), asyncio.Lock()
 
-    @property
-    def is_overloaded(self) -> bool:
-        """Whether as many connections wait as have been admitted."""
-        return self.waiting >= self.size
-
     async def admit(self, connection: PooledConnection) -> bool:
         """Add a connection, in the order of arrival, as soon as there is room; False if there is none for too long."""
         if self.per_address[connection.address] >= self.address_share:

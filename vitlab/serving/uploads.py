@@ -42,7 +42,7 @@ async def receive_uploads(request: Request, limits: Limits, budget: MemoryBudget
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limits.max_bytes:  # before a byte of it is read
         raise too_large(limits)
-    body = MultipartBody(options.get(b"boundary", b""), limits.max_images) if is_form else SingleBody()
+    body = MultipartBody(options.get(b"boundary", b""), limits.max_images) if is_form else SingleBody(FIELD)
     received = 0
     try:
         async for chunk in receive_chunks(request, limits):
@@ -90,17 +90,14 @@ async def receive_chunks(request: Request, limits: Limits) -> AsyncIterator[byte
             yield body
 
 
-class SingleBody:
+class SingleBody(Upload):
     """A body that is one image."""
 
-    def __init__(self) -> None:
-        self.upload = Upload(FIELD)
-
     def write(self, chunk: bytes) -> None:
-        self.upload.data += chunk
+        self.data += chunk
 
     def finish(self) -> list[Upload]:
-        return [self.upload]
+        return [self]
 
 
 class MultipartBody:
