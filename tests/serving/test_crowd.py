@@ -44,7 +44,7 @@ class Load:
 
 
 async def client(port: int, picture: bytes, end: float, load: Load) -> None:
-    """One connection, one request after another; it talks HTTP itself, to cost as little as it can."""
+    """One connection, one request after another; it writes HTTP itself, which costs least."""
     head = "POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/jpeg\r\n"
     question = f"{head}Content-Length: {len(picture)}\r\n\r\n".encode() + picture
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

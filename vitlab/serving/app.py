@@ -5,6 +5,7 @@ import contextlib
 import json
 import mimetypes
 from collections.abc import AsyncIterator
+from functools import partial
 from importlib import resources
 from typing import Annotated, Any
 
@@ -68,8 +69,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
     )
     async def explain(request: Request, top_k: TopK = 5) -> Response:
         name, row, fields = await service.explain(request)
-        classes = service.top_classes(row, top_k)
-        return await asyncio.to_thread(fast_json, {"name": name, "classes": classes, **fields})
+        return await asyncio.to_thread(fast_json, {"name": name, "classes": service.top_classes(row, top_k), **fields})
 
     @app.get(
         "/v1/model",
@@ -78,9 +78,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         responses=schema.errors(401, 421),
     )
     async def model() -> schema.ModelInfo:
-        limits = service.limits
-        fields = model_info(service.classifier, service.settings.name)
-        return schema.ModelInfo(**fields, max_bytes=limits.max_bytes, max_images=limits.max_images)
+        return model_info(service.classifier, service.settings.name, service.limits)
 
 
 def add_server_routes(app: FastAPI, service: Service) -> None:
@@ -93,10 +91,8 @@ def add_server_routes(app: FastAPI, service: Service) -> None:
     )
     async def healthz() -> Response:
         is_ready = service.batcher.is_open and not service.draining
-        needs_token = service.settings.token is not None
-        return JSONResponse(
-            {"status": "ok" if is_ready else "stopping", "token": needs_token}, 200 if is_ready else 503
-        )
+        status, code = ("ok", 200) if is_ready else ("stopping", 503)
+        return JSONResponse({"status": status, "token": service.settings.token is not None}, code)
 
     @app.get(
         "/metrics",
@@ -113,23 +109,15 @@ def add_pages(app: FastAPI) -> None:
     """Serve the files of the page, read once; there is no path to any other file."""
     files = {file.name: file.read_bytes() for file in resources.files("vitlab.serving").joinpath("page").iterdir()}
 
-    def file(name: str) -> Response:
+    async def page(name: str) -> Response:
         if name not in files:
             raise HTTPException(404)
         kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
         return Response(files[name], media_type=kind, headers={"Cache-Control": "no-cache"})
 
-    @app.get("/", include_in_schema=False)
-    async def index() -> Response:
-        return file("index.html")
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return file("docs.html")
-
-    @app.get("/page/{name}", include_in_schema=False)
-    async def page(name: str) -> Response:
-        return file(name)
+    app.get("/page/{name}", include_in_schema=False)(page)
+    app.get("/", include_in_schema=False)(partial(page, "index.html"))
+    app.get("/docs", include_in_schema=False)(partial(page, "docs.html"))
 
 
 def fast_json(value: Any) -> Response:
@@ -142,12 +130,9 @@ def fast_json(value: Any) -> Response:
 
 async def http_error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    messages = {
-        404: f"there is nothing at {request.url.path[:200]}; /docs lists the routes",
-        405: f"{request.method} is not allowed for {request.url.path[:200]}; /docs lists the routes",
-    }
-    message = messages.get(error.status_code, str(error.detail))
-    return JSONResponse({"error": message}, error.status_code, error.headers)
+    path = f"{request.url.path[:200]}; /docs lists the routes"
+    messages = {404: f"there is nothing at {path}", 405: f"{request.method} is not allowed for {path}"}
+    return JSONResponse({"error": messages.get(error.status_code, error.detail)}, error.status_code, error.headers)
 
 
 async def validation_error_response(request: Request, error: Exception) -> Response:

@@ -43,31 +43,26 @@ class QueueEntry:
     future: Future[Any] = field(default_factory=Future)
 
 
+@dataclass(eq=False)
 class Batcher(Generic[Item, Answer]):
     """Runs items in batches of up to `max_batch`, in the order they came; at most `queue` of them wait.
 
     `run` takes the items of a batch and returns as many answers. `on_batch` gets the size and seconds of each batch.
     """
 
-    def __init__(
-        self,
-        run: Callable[[Sequence[Item]], Sequence[Answer]],
-        *,
-        max_batch: int = 64,
-        max_wait: float = 0.005,
-        queue: int = 256,
-        on_batch: Callable[[int, float], None] = lambda size, seconds: None,
-    ) -> None:
-        if max_batch < 1 or queue < 1 or max_wait < 0:
-            raise UserError(
-                "a batch and the queue hold at least one image and the wait is not negative, "
-                f"not {max_batch}, {queue} and {max_wait:g} s"
-            )
-        self.run, self.max_batch, self.max_wait, self.queue, self.on_batch = run, max_batch, max_wait, queue, on_batch
+    run: Callable[[Sequence[Item]], Sequence[Answer]]
+    max_batch: int = 64
+    max_wait: float = 0.005
+    queue: int = 256
+    on_batch: Callable[[int, float], None] = lambda size, seconds: None
+
+    def __post_init__(self) -> None:
+        if self.max_batch < 1 or self.queue < 1 or self.max_wait < 0:
+            given = f"{self.max_batch}, {self.queue} and {self.max_wait:g} s"
+            raise UserError(f"a batch and the queue hold at least one image and the wait is not negative, not {given}")
         self.waiting: deque[QueueEntry] = deque()
         self.reserved = 0  # places without an item yet
-        self.closed = False  # for new work; reserved places may still be filled
-        self.finished = False
+        self.closed = self.finished = False  # closed for new work; reserved places may still be filled
         self.changed = threading.Condition()
         self.worker = threading.Thread(target=self._work, name="model", daemon=True)
         self.worker.start()
@@ -107,9 +102,7 @@ class Batcher(Generic[Item, Answer]):
         self.worker.join(seconds)
         with self.changed:
             in_time, self.finished = self.finished, True
-            left = list(self.waiting)
-            self.waiting.clear()
-            self.reserved = 0
+            left, self.waiting, self.reserved = self.waiting, deque(), 0
         for entry in left:
             entry.future.cancel()
         return in_time
@@ -128,8 +121,7 @@ class Batcher(Generic[Item, Answer]):
 
     def _work(self) -> None:
         while batch := self._next_batch():
-            batch = [entry for entry in batch if entry.future.set_running_or_notify_cancel()]
-            if batch:
+            if batch := [entry for entry in batch if entry.future.set_running_or_notify_cancel()]:
                 self._run_batch(batch)
             del batch  # or images would stay in memory until the next batch
 
@@ -153,24 +145,19 @@ class Batcher(Generic[Item, Answer]):
     def _next_batch(self) -> list[QueueEntry]:
         """Wait for the next batch, or a call by itself; empty when the batcher is closed and all is done."""
         with self.changed:
-            while not self.waiting:
-                if self.closed and not self.reserved:
-                    self.finished = True
-                    return []
-                self.changed.wait()
-            self._wait_for_more()
+            self.changed.wait_for(lambda: self.waiting or (self.closed and not self.reserved))
+            if not self.waiting:
+                self.finished = True
+                return []
+            self.changed.wait_for(self._has_all, self.max_wait)
             batch = [self.waiting.popleft()]
-            if batch[0].call is None:
-                while self.waiting and self.waiting[0].call is None and len(batch) < self.max_batch:
-                    batch.append(self.waiting.popleft())
+            while batch[0].call is None and self.waiting and not self.waiting[0].call and len(batch) < self.max_batch:
+                batch.append(self.waiting.popleft())
             return batch
 
-    def _wait_for_more(self) -> None:
-        deadline = time.monotonic() + self.max_wait
-        while self.reserved and len(self.waiting) < self.max_batch and not self.closed:
-            left = deadline - time.monotonic()
-            if left <= 0 or not self.changed.wait(left):
-                return
+    def _has_all(self) -> bool:
+        """Whether a batch is full, or nothing more is coming for it."""
+        return not self.reserved or len(self.waiting) >= self.max_batch or self.closed
 
 
 class Reservation(Generic[Item, Answer]):

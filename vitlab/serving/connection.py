@@ -28,32 +28,29 @@ LINGER_PAUSE = 0.005  # seconds between two reads of such a body: at most 13 MB/
 READ_SIZE = 65_536  # bytes
 EVENTS = 16  # pieces of a body that are parsed before other connections run
 OVERLOADED = "too many connections; try again in a moment"
-NOT_HTTP = "this is not valid HTTP"
 
 
 class Connection(asyncio.BufferedProtocol):
-    """The protocol that uvicorn creates for every socket; a subclass sets `limits` and `pool`."""
+    """The protocol that uvicorn creates for every socket; a subclass sets `limits` and `pool`.
+
+    A client that closes its side gets no more: asyncio closes the connection, unless `eof_received` is overridden.
+    """
 
     limits: Limits
     pool: ConnectionPool
     read_buffer = memoryview(bytearray(READ_SIZE))  # copied right after each read, so all connections share it
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
+        self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], _loop: object = None
     ) -> None:
         self.app, self.server, self.app_state = config.loaded_app, server_state, app_state
-        self.loop = _loop or asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self.http = h11.Connection(h11.SERVER)
         self.unparsed = b""
         self.reader: asyncio.Future[None] | None = None  # done when `wanted` bytes have arrived
         self.wanted = 1
         self.closed, self.drained = asyncio.Event(), asyncio.Event()
         self.drained.set()
-        self.address = ""
         self.idle_since: float | None = time.monotonic()
         self.has_served = self.is_busy = self.is_stopping = False
         self.start_request()
@@ -61,8 +58,7 @@ class Connection(asyncio.BufferedProtocol):
     def start_request(self) -> None:
         self.method = b""
         self.pieces = self.length = self.received = self.progress = 0  # all but `pieces` in bytes of the body
-        self.is_complete = False  # the request has been parsed to its end
-        self.is_delivered = False  # and the application has seen that
+        self.is_complete = self.is_delivered = False  # parsed to its end; and the application has seen that end
         self.is_answered = self.must_yield = False
         self.response: h11.Response | None = None
 
@@ -74,7 +70,7 @@ class Connection(asyncio.BufferedProtocol):
         transport.set_write_buffer_limits(high=0)  # `drained` means that the kernel has it all
         self.address = str((transport.get_extra_info("peername") or ("",))[0])
         self.server.connections.add(self)  # type: ignore[arg-type]  # uvicorn names its own classes there
-        if self.pool.is_overloaded:
+        if self.pool.waiting >= self.pool.size:  # as many wait as may be admitted
             self.send_error(RequestError(503, OVERLOADED))
             transport.close()
             return
@@ -91,9 +87,6 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.pause_reading()  # nothing asked for it; the rest stays in the kernel
         elif len(self.unparsed) >= self.wanted:
             self.reader.set_result(None)
-
-    def eof_received(self) -> None:
-        return None  # closes: a client that sends no more gets no more
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.server.connections.discard(self)
@@ -136,12 +129,13 @@ class Connection(asyncio.BufferedProtocol):
             log.exception("a connection failed")
         finally:
             self.pool.remove(self)
-            self.close()
+            if self.transport.get_write_buffer_size():  # what the client has not read by now is discarded
+                self.transport.abort()
+            self.transport.close()
 
     async def handle_request(self) -> bool:
         """Read one request and answer it; returns whether another may follow."""
-        request = await self.read_headers()
-        if request is None:
+        if (request := await self.read_headers()) is None:
             return False
         self.is_busy, self.idle_since = True, None
         try:
@@ -191,12 +185,11 @@ class Connection(asyncio.BufferedProtocol):
         try:
             return self.http.next_event()
         except h11.RemoteProtocolError:
-            raise RequestError(400, NOT_HTTP, CLOSE) from None
+            raise RequestError(400, "this is not valid HTTP", CLOSE) from None
 
     async def feed_parser(self, wanted: int = 1) -> bool:
         """Give the parser more bytes; False when there are no more."""
-        data = await self.read(wanted)
-        if not data:
+        if not (data := await self.read(wanted)):
             return False
         self.count_piece()
         self.http.receive_data(data)
@@ -248,15 +241,12 @@ class Connection(asyncio.BufferedProtocol):
             await self.closed.wait()
         if self.is_answered or self.closed.is_set():
             return {"type": "http.disconnect"}
-        if self.is_complete:  # there is no body
-            self.is_delivered = True
-            return {"type": "http.request", "body": b"", "more_body": False}
         if self.http.they_are_waiting_for_100_continue:
             self.transport.write(self.http.send(h11.InformationalResponse(status_code=100, headers=[])))
         if self.must_yield:
             await asyncio.sleep(0)
         self.idle_since = self.idle_since or time.monotonic()
-        data = await self.read_body()
+        data = b"" if self.is_complete else await self.read_body()
         if data is None:
             return {"type": "http.disconnect"}
         self.received += len(data)
@@ -296,10 +286,8 @@ class Connection(asyncio.BufferedProtocol):
                 headers.append((b"connection", b"close"))
             self.response = h11.Response(status_code=message["status"], headers=headers)
             return  # it is sent together with the body
-        events: list[h11.Event] = []
-        if self.response is not None:
-            events.append(self.response)
-            self.response = None
+        events: list[h11.Event] = [self.response] if self.response else []
+        self.response = None
         if self.method != b"HEAD":
             events.append(h11.Data(message.get("body", b"")))
         if not message.get("more_body", False):
@@ -336,29 +324,20 @@ class Connection(asyncio.BufferedProtocol):
                 while await self.read():  # discarded unparsed
                     await asyncio.sleep(LINGER_PAUSE)
 
-    def close(self) -> None:
-        """Close the socket; what the client has not read by now is discarded."""
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()
-        self.transport.close()
-
     def send_error(self, error: RequestError) -> None:
         """Answer something that never became a request."""
         if self.transport.is_closing():
             return
-        length = str(len(error.body))
-        headers = [("content-type", "application/json"), ("content-length", length), ("connection", "close")]
+        body = error.body
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         with contextlib.suppress(h11.LocalProtocolError):  # an answer has begun already
-            self.write(
-                h11.Response(status_code=error.status, headers=headers), h11.Data(error.body), h11.EndOfMessage()
-            )
+            self.write(h11.Response(status_code=error.status, headers=headers), h11.Data(body), h11.EndOfMessage())
 
 
 def check_framing(request: h11.Request) -> None:
     """Refuse a message whose end is ambiguous: a proxy in front might see other requests than this server does."""
     names = {name for name, _ in request.headers}
     if b"transfer-encoding" in names and b"content-length" in names:
-        message = "a request with both Content-Length and Transfer-Encoding is ambiguous; send one of them"
-        raise RequestError(400, message)
+        raise RequestError(400, "a request with both Content-Length and Transfer-Encoding is ambiguous; send only one")
     if b"transfer-encoding" in names and request.http_version < b"1.1":
         raise RequestError(400, "Transfer-Encoding needs HTTP/1.1; send a Content-Length")

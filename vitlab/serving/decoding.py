@@ -6,15 +6,16 @@ short queue; so whatever is sent there, ordinary photos do not wait for it.
 """
 
 import asyncio
+import math
 import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 
 from torch import Tensor
 
 from vitlab.data.decoder import DecodeError
-from vitlab.data.headers import Header, ImpossibleHeader, read_header
+from vitlab.data.headers import ImpossibleHeader, read_header
 from vitlab.data.images import PLAIN_WORK
 from vitlab.data.sandbox import Budget, DecodeRequest, Sandbox
 from vitlab.data.transforms import to_pixels
@@ -45,6 +46,8 @@ class Decoders:
 
     async def decode(self, uploads: Sequence[Upload]) -> list[Tensor]:
         """Decode all of a request's images; the first error is raised and ends the work on the others."""
+        if len(uploads) == 1:  # most requests: no task of its own
+            return [await self._decode_one(uploads[0])]
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._decode_one(upload)) for upload in uploads]
@@ -55,19 +58,14 @@ class Decoders:
     async def _decode_one(self, upload: Upload) -> Tensor:
         try:
             header = read_header(upload.data)
-            if header is not None and header.pixels > self.limits.max_pixels:
+            if header and header.pixels > self.limits.max_pixels:
                 raise DecodeError("large", f"{header.width} x {header.height} pixels")
-            pool = self.quick if self._is_cheap(header) else self.slow
-            return await pool.decode(upload)
+            cheap = header and header.pixels <= LARGE * self.limits.max_pixels and header.work <= PLAIN_WORK
+            return await (self.quick if cheap else self.slow).decode(upload)
         except ImpossibleHeader as absurd:
             raise RequestError(422, f"'{upload.name}' is broken: {absurd}") from None
         except DecodeError as bad:
             raise self._request_error(upload, bad) from None
-
-    def _is_cheap(self, header: Header | None) -> bool:
-        if header is None:
-            return False
-        return header.pixels <= LARGE * self.limits.max_pixels and header.work <= PLAIN_WORK
 
     def _request_error(self, upload: Upload, bad: DecodeError) -> RequestError:
         if bad.fault == "large":
@@ -87,13 +85,11 @@ class DecoderPool:
     """Some processes with one queue, and a thread for each process that waits for its result."""
 
     def __init__(
-        self, processes: int, budget: Budget, wanted: DecodeRequest, *, nice: int = 0, queue: int | None = None
-    ):
+        self, processes: int, budget: Budget, wanted: DecodeRequest, nice: int = 0, queue: float = math.inf
+    ) -> None:
         self.wanted, self.queue, self.active = wanted, queue, 0
         self.sandboxes = [Sandbox(budget, nice=nice) for _ in range(processes)]
-        self.free: SimpleQueue[Sandbox] = SimpleQueue()
-        for sandbox in self.sandboxes:
-            self.free.put(sandbox)
+        self.free = deque(self.sandboxes)  # never empty when a thread needs one: there are as many
         self.threads = ThreadPoolExecutor(processes, "decode")
 
     def start(self) -> None:
@@ -102,7 +98,7 @@ class DecoderPool:
 
     async def decode(self, upload: Upload) -> Tensor:
         """Decode one image; cancelling this ends the process that works on it."""
-        if self.queue is not None and self.active >= self.queue:
+        if self.active >= self.queue:
             raise try_again("too many large or unusual images are being read; try again in a moment", 429)
         job = DecodeJob(upload)
         self.active += 1
@@ -115,13 +111,13 @@ class DecoderPool:
             self.active -= 1
 
     def _run(self, job: "DecodeJob") -> Tensor:
-        sandbox = self.free.get()
+        sandbox = self.free.popleft()
         try:
-            job.begin(sandbox)
+            job.assign(sandbox)
             return to_pixels(sandbox.decode(job.upload.data, self.wanted))
         finally:
-            job.end()
-            self.free.put(sandbox)
+            job.assign(None)
+            self.free.append(sandbox)
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
@@ -138,15 +134,12 @@ class DecodeJob:
         self.cancelled = False
         self.lock = threading.Lock()
 
-    def begin(self, sandbox: Sandbox) -> None:
+    def assign(self, sandbox: Sandbox | None) -> None:
+        """Set the process that works on it, None when it has finished; raises DecodeError if the job was cancelled."""
         with self.lock:
-            if self.cancelled:
+            if self.cancelled and sandbox is not None:
                 raise DecodeError("broken", "decoding it was stopped")
             self.sandbox = sandbox
-
-    def end(self) -> None:
-        with self.lock:
-            self.sandbox = None
 
     def cancel(self) -> None:
         with self.lock:

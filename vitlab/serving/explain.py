@@ -19,11 +19,10 @@ from vitlab.models.config import ViTConfig
 from vitlab.models.resnet import ResNet
 from vitlab.plots.steps import Steps
 from vitlab.predict import Classifier
+from vitlab.serving.limits import Limits
+from vitlab.serving.schema import ModelInfo
 
-DECIMALS = 6
-NO_STEPS = (
-    "This model is a ResNet: it applies convolutions to the picture and has no patches, tokens or attention to show."
-)
+NO_STEPS = "This model is a ResNet: it applies convolutions to images and has no patches, tokens or attention to show."
 
 
 def compute_steps(classifier: Classifier, pixels: Tensor) -> tuple[Tensor, Steps | None]:
@@ -37,60 +36,38 @@ def compute_steps(classifier: Classifier, pixels: Tensor) -> tuple[Tensor, Steps
 
 def steps_to_json(pixels: Tensor, steps: Steps | None) -> dict[str, Any]:
     """The image as a PNG in base64 and the arrays as nested lists."""
-    fields: dict[str, Any] = {"picture": encode_png(pixels)}
-    if steps is None:
-        return {**fields, "rollout": None, "attention": None, "steps": None, "reason": NO_STEPS}
-    return {
-        **fields,
-        "rollout": round_list(steps.rollout),  # (h, w)
-        "attention": round_list(steps.attention),  # (L, H, h, w)
-        "steps": {
-            "tokens": color_list(steps.tokens),  # (h, w, 3)
-            "positions": color_list(steps.positions) if steps.positions.any() else None,
-            "depths": color_list(steps.depths),  # (blocks, h, w, 3)
-        },
-        "reason": None,
-    }
-
-
-def encode_png(pixels: Tensor) -> str:
     file = io.BytesIO()
     Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file, "PNG", compress_level=3)
-    return base64.b64encode(file.getvalue()).decode()
+    picture = base64.b64encode(file.getvalue()).decode()
+    if steps is None:
+        return {"picture": picture, "rollout": None, "attention": None, "steps": None, "reason": NO_STEPS}
+    colors = {
+        "tokens": color_list(steps.tokens),  # (h, w, 3)
+        "positions": color_list(steps.positions) if steps.positions.any() else None,
+        "depths": color_list(steps.depths),  # (blocks, h, w, 3)
+    }
+    rollout, attention = round_list(steps.rollout), round_list(steps.attention)  # (h, w) and (L, H, h, w)
+    return {"picture": picture, "rollout": rollout, "attention": attention, "steps": colors, "reason": None}
 
 
 def round_list(values: NDArray[np.float32]) -> list[Any]:
-    return values.astype(np.float64).round(DECIMALS).tolist()
+    return values.astype(np.float64).round(6).tolist()
 
 
 def color_list(values: NDArray[np.float32]) -> list[Any]:
     return (values * 255).round().astype(np.uint8).tolist()
 
 
-def model_info(classifier: Classifier, name: str) -> dict[str, Any]:
-    """The fields of /v1/model, without the server's limits."""
-    config = classifier.model.config
-    fields: dict[str, Any] = {
-        "name": name,
-        "kind": "resnet",
-        "classes": config.classes,
-        "image_size": list(config.image_size),
-        "parameters": sum(p.numel() for p in classifier.model.parameters()),
-        "layers": 0,
-        "heads": 0,
-    }
-    if not isinstance(config, ViTConfig):
-        return fields
-    axial = config.attention == "axial"
-    return fields | {
-        "kind": "vit",
-        "layers": config.depth * (2 if axial else 1),
-        "heads": config.heads,
-        "width": config.width,
-        "grid": list(config.grid),
-        "patch": config.stride,
-        "stem": config.stem is not None,
-        "pool": config.pool,
-        "positions": config.positions,
-        "axial": axial,
-    }
+def model_info(classifier: Classifier, name: str, limits: Limits) -> ModelInfo:
+    """The answer of /v1/model."""
+    config, model = classifier.model.config, classifier.model
+    fields: dict[str, Any] = {"name": name, "parameters": sum(p.numel() for p in model.parameters())}
+    fields |= {"classes": config.classes, "image_size": config.image_size}
+    if isinstance(config, ViTConfig):
+        axial = config.attention == "axial"
+        fields |= {"kind": "vit", "layers": config.depth * (2 if axial else 1), "heads": config.heads, "axial": axial}
+        fields |= {"grid": config.grid, "patch": config.stride, "stem": config.stem is not None}
+        fields |= {"width": config.width, "pool": config.pool, "positions": config.positions}
+    else:
+        fields |= {"kind": "resnet", "layers": 0, "heads": 0}
+    return ModelInfo(**fields, max_bytes=limits.max_bytes, max_images=limits.max_images)

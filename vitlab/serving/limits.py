@@ -48,20 +48,6 @@ class Limits:
     def __post_init__(self) -> None:
         check_types(self)
 
-    @property
-    def idle_seconds(self) -> float:
-        return self.body_seconds / 3
-
-    @property
-    def grace_seconds(self) -> float:
-        """Time for a body to begin to flow; from then on its average must be MIN_RATE."""
-        return self.body_seconds / 6
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all bodies in memory at one time: 25 of the largest, by default half a gigabyte."""
-        return 25 * self.max_bytes
-
 
 class MemoryBudget:
     """Counts the bytes of uploads in memory and refuses those beyond the total; for the event loop's thread alone."""

@@ -1,6 +1,7 @@
 """Prometheus metrics: requests, their latency, batches, images, and what the queue and the uploads hold."""
 
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -14,22 +15,15 @@ class Metrics:
     """The metrics of one service, in a registry of its own; every method may be called from any thread."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "vitlab_requests", "Requests by route and status.", ["route", "status"], registry=registry
+        self.registry = CollectorRegistry()
+        counter, histogram = partial(Counter, registry=self.registry), partial(Histogram, registry=self.registry)
+        self.requests = counter("vitlab_requests", "Requests by route and status.", ["route", "status"])
+        self.request_seconds = histogram(
+            "vitlab_request_seconds", "Time from a request's headers to its answer.", ["route"], buckets=SECONDS
         )
-        self.request_seconds = Histogram(
-            "vitlab_request_seconds",
-            "Time from a request's headers to its answer.",
-            ["route"],
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self.batch_size = Histogram("vitlab_batch_size", "Images in a batch.", buckets=SIZES, registry=registry)
-        self.batch_seconds = Histogram(
-            "vitlab_batch_seconds", "Time of the model for a batch.", buckets=SECONDS, registry=registry
-        )
-        self.images = Counter("vitlab_images", "Images that the model classified.", registry=registry)
+        self.batch_size = histogram("vitlab_batch_size", "Images in a batch.", buckets=SIZES)
+        self.batch_seconds = histogram("vitlab_batch_seconds", "Time of the model for a batch.", buckets=SECONDS)
+        self.images = counter("vitlab_images", "Images that the model classified.")
 
     def add_gauge(self, name: str, about: str, read: Callable[[], float]) -> None:
         """Add a value that is read at every scrape."""

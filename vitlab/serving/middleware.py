@@ -26,7 +26,6 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 PUBLIC = ("/", "/docs", "/openapi.json", "/healthz")  # without a token
-PUBLIC_FOLDER = "/page/"
 DISCONNECTED = 499  # never sent: the status that is counted for a client that disconnected
 
 
@@ -75,16 +74,13 @@ class SecurityMiddleware:
             self.metrics.count_request(route, status or DISCONNECTED, time.perf_counter() - start)
 
     def check_host(self, scope: Scope) -> None:
-        if self.token is not None or self.hosts is None:
-            return
-        host = Headers(scope=scope).get("host")
-        if host is not None and not self.hosts.allows(host):  # browsers always send one
-            raise RequestError(
-                421, f"this server does not have the name '{host[:80]}'; start it with --host-name to allow it"
-            )
+        host = Headers(scope=scope).get("host")  # browsers always send one
+        if self.token is None and self.hosts is not None and host is not None and not self.hosts.allows(host):
+            message = f"this server does not have the name '{host[:80]}'; start it with --host-name to allow it"
+            raise RequestError(421, message)
 
     def check_token(self, scope: Scope) -> None:
-        if self.token is None or scope["path"] in PUBLIC or scope["path"].startswith(PUBLIC_FOLDER):
+        if self.token is None or scope["path"] in PUBLIC or scope["path"].startswith("/page/"):
             return
         kind, _, token = Headers(scope=scope).get("authorization", "").encode("latin-1").partition(b" ")
         same = hmac.compare_digest(token.strip(), self.token.encode())  # takes as long whatever is wrong

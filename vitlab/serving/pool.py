@@ -34,11 +34,6 @@ class ConnectionPool:
         self.per_address: Counter[str] = Counter()
         self.admission, self.pipeline = asyncio.Lock(), asyncio.Lock()
 
-    @property
-    def is_overloaded(self) -> bool:
-        """Whether as many connections wait as have been admitted."""
-        return self.waiting >= self.size
-
     async def admit(self, connection: PooledConnection) -> bool:
         """Add a connection, in the order of arrival, as soon as there is room; False if there is none for too long."""
         if self.per_address[connection.address] >= self.address_share:
@@ -63,17 +58,14 @@ class ConnectionPool:
 
     def close_stalled(self, address: str | None = None) -> bool:
         """Close the connection whose client has been idle longest, of all or of one address; False if none stalled."""
-        latest = time.monotonic() - STALL_SECONDS
-        stalled = [
-            one
-            for one in self.connections
-            if one.idle_since is not None and one.idle_since <= latest and address in (None, one.address)
-        ]
-        if not stalled:
+        stalled, since = None, time.monotonic() - STALL_SECONDS
+        for one in self.connections:
+            if one.idle_since is not None and one.idle_since <= since and address in (None, one.address):
+                stalled, since = one, one.idle_since
+        if stalled is None:
             return False
-        oldest = min(stalled, key=lambda one: one.idle_since or latest)
-        self.remove(oldest)
-        oldest.abort()
+        self.remove(stalled)
+        stalled.abort()
         return True
 
     async def wait_to_pipeline(self, seconds: float) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import gc
 import logging
+import resource  # on POSIX systems only, as are the processes that decode
 import socket
 import warnings
 from collections.abc import Callable
@@ -62,10 +63,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 def available_connections(connections: int) -> int:
     """Raise the limit on open files for so many connections; return how many of them it allows."""
-    try:
-        import resource
-    except ImportError:  # not a Unix
-        return connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * connections + OTHER_FILES  # as many again may wait to be admitted
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -78,11 +75,7 @@ def available_connections(connections: int) -> int:
 
 
 def serve(
-    app: ASGIApp,
-    sock: socket.socket,
-    limits: Limits,
-    on_start: Callable[[], None],
-    on_stop: Callable[[], None],
+    app: ASGIApp, sock: socket.socket, limits: Limits, on_start: Callable[[], None], on_stop: Callable[[], None]
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; then requests in progress are finished, for at most DRAIN seconds."""
     Image.MAX_IMAGE_PIXELS = limits.max_pixels  # Pillow's own limit is twice this
@@ -96,7 +89,6 @@ def serve(
         loop="asyncio",
         lifespan="on",
         log_config=None,
-        access_log=False,
         timeout_graceful_shutdown=DRAIN,
         server_header=False,
         proxy_headers=False,

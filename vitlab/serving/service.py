@@ -2,11 +2,10 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import os
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +22,7 @@ from vitlab.serving.metrics import Metrics
 from vitlab.serving.uploads import ClientDisconnected, receive_uploads
 
 Result = TypeVar("Result")
+MAX_BODIES = 25  # of the largest size in memory at one time: by default half a gigabyte
 LAST_BATCH_SECONDS = 5.0  # for the batch that is running when all requests have ended
 
 
@@ -36,7 +36,7 @@ class ServiceSettings:
     max_wait: float = 0.005  # seconds
     queue: int = 256
     processes: int | None = None  # that decode; as many as cores, up to 8
-    limits: Limits = dataclasses.field(default_factory=Limits)
+    limits: Limits = field(default_factory=Limits)
 
 
 class Service:
@@ -48,19 +48,17 @@ class Service:
         if images > queue:
             raise UserError(f"a request of {images} images can never fit a queue of {queue}; make --queue larger")
         self.metrics = Metrics()
-        self.budget = MemoryBudget(self.limits.total_bytes)
+        self.budget = MemoryBudget(MAX_BODIES * self.limits.max_bytes)
         processes = settings.processes or min(8, os.cpu_count() or 1)
         self.decoders = Decoders(classifier.model.config.image_size, classifier.preprocess, self.limits, processes)
-        self.batcher: Batcher[Tensor, Tensor] = Batcher(
-            lambda pixels: list(classifier.probabilities(torch.stack(list(pixels)))),
-            max_batch=settings.max_batch or (16 if classifier.device.type == "cpu" else 64),
-            max_wait=settings.max_wait,
-            queue=queue,
-            on_batch=self.metrics.count_batch,
-        )
+        max_batch = settings.max_batch or (16 if classifier.device.type == "cpu" else 64)
+        self.batcher = Batcher(self._run_batch, max_batch, settings.max_wait, queue, self.metrics.count_batch)
         self.draining = False
         self.metrics.add_gauge("vitlab_queue_length", "Images in the queue.", lambda: len(self.batcher))
         self.metrics.add_gauge("vitlab_upload_bytes", "Bytes of uploads in memory.", lambda: self.budget.used)
+
+    def _run_batch(self, pixels: Sequence[Tensor]) -> Sequence[Tensor]:
+        return list(self.classifier.probabilities(torch.stack(list(pixels))))
 
     async def warm_up(self) -> None:
         """Run one request of each kind, so that the first client does not wait for what torch sets up."""
@@ -72,10 +70,9 @@ class Service:
     async def predict(self, request: Request) -> list[tuple[str, Tensor]]:
         """Every image's name and probabilities, (K,)."""
         names, futures = await self._enqueue(request)
-        rows = await gather_results(request, futures)
-        return list(zip(names, rows, strict=True))
+        return list(zip(names, await gather_results(request, futures), strict=True))
 
-    async def _enqueue(self, request: Request) -> "tuple[list[str], list[Future[Tensor]]]":
+    async def _enqueue(self, request: Request) -> tuple[list[str], list[Future[Tensor]]]:
         """Read and decode the body and queue its images; when this returns nothing refers to the body any more."""
         self.check_capacity()
         async with receive_uploads(request, self.limits, self.budget) as uploads:
@@ -95,8 +92,7 @@ class Service:
         self.check_capacity()
         async with receive_uploads(request, self.limits, self.budget) as uploads:
             if len(uploads) > 1:
-                message = f"one image is explained at a time, not {len(uploads)}; /v1/predict takes many"
-                raise RequestError(422, message)
+                raise RequestError(422, f"one image is explained at a time, not {len(uploads)}; /v1/predict takes many")
             (pixels,) = await run_while_connected(request, self.decoders.decode(uploads))
             return uploads[0].name, pixels
 
@@ -109,12 +105,9 @@ class Service:
                 raise QueueFull
 
     def top_classes(self, row: Tensor, k: int) -> list[dict[str, Any]]:
-        probabilities, indices = row.topk(min(k, len(row)))
-        labels = self.classifier.labels
-        return [
-            {"index": index, "name": labels[index], "probability": probability}
-            for probability, index in zip(probabilities.tolist(), indices.tolist(), strict=True)
-        ]
+        best, labels = row.topk(min(k, len(row))), self.classifier.labels
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return [{"index": index, "name": labels[index], "probability": value} for index, value in pairs]
 
     def close(self) -> None:
         self.draining = True
@@ -135,19 +128,15 @@ def batcher_errors() -> Iterator[None]:
 
 async def gather_results(request: Request, futures: "Sequence[Future[Result]]") -> list[Result]:
     """The futures' results; if the client disconnects first, they are cancelled and cost nothing more."""
-
-    async def gather() -> list[Result]:
-        return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
-
     try:
-        return await run_while_connected(request, gather())
+        return await run_while_connected(request, asyncio.gather(*map(asyncio.wrap_future, futures)))
     except ClientDisconnected:
         raise
     except Exception:  # the batcher has logged it, once for all of its batch
         raise RequestError(500, "the model failed on this batch; see the server's log") from None
 
 
-async def run_while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def run_while_connected(request: Request, work: Awaitable[Result]) -> Result:
     """The result of some work, which is cancelled if the client disconnects first."""
     task = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(wait_for_disconnect(request))

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
@@ -38,8 +39,10 @@ async def receive_uploads(request: Request, limits: Limits, budget: MemoryBudget
     if not (is_form or kind.startswith(b"image/") or kind == b"application/octet-stream"):
         sent = kind.decode("latin-1") or "none"
         raise RequestError(415, f"Content-Type '{sent[:80]}' holds no image; {HOW}")
-    check_length(request, limits)
-    body = MultipartBody(options.get(b"boundary", b""), limits) if is_form else SingleBody()
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > limits.max_bytes:  # before a byte of it is read
+        raise too_large(limits)
+    body = MultipartBody(options.get(b"boundary", b""), limits.max_images) if is_form else SingleBody(FIELD)
     received = 0
     try:
         async for chunk in receive_chunks(request, limits):
@@ -57,13 +60,6 @@ async def receive_uploads(request: Request, limits: Limits, budget: MemoryBudget
         budget.release(received)
 
 
-def check_length(request: Request, limits: Limits) -> None:
-    """Refuse a body whose Content-Length is too large before a byte of it is read."""
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > limits.max_bytes:
-        raise too_large(limits)
-
-
 def too_large(limits: Limits) -> RequestError:
     allowed = short_number(limits.max_bytes)
     return RequestError(413, f"the request is larger than the {allowed}B that are allowed; send less at a time")
@@ -72,9 +68,11 @@ def too_large(limits: Limits) -> RequestError:
 async def receive_chunks(request: Request, limits: Limits) -> AsyncIterator[bytes]:
     """The body piece by piece; 408 where it does not arrive in time, stops, or arrives too slowly."""
     start, received, more = time.monotonic(), 0, True
-    grace = limits.grace_seconds * random.uniform(1, 1.5)  # clients that came together are not refused together
+    # time for the body to begin to flow, from when on its average must be MIN_RATE; clients that came together are not
+    # refused together
+    grace = limits.body_seconds / 6 * random.uniform(1, 1.5)
     while more:
-        idle, late = time.monotonic() + limits.idle_seconds, start + limits.body_seconds
+        idle, late = time.monotonic() + limits.body_seconds / 3, start + limits.body_seconds
         slow = start + max(grace, received / MIN_RATE)
         try:
             async with asyncio.timeout(max(0.0, min(idle, late, slow) - time.monotonic())):
@@ -92,42 +90,28 @@ async def receive_chunks(request: Request, limits: Limits) -> AsyncIterator[byte
             yield body
 
 
-class SingleBody:
+class SingleBody(Upload):
     """A body that is one image."""
 
-    def __init__(self) -> None:
-        self.upload = Upload(FIELD)
-
     def write(self, chunk: bytes) -> None:
-        self.upload.data += chunk
+        self.data += chunk
 
     def finish(self) -> list[Upload]:
-        return [self.upload]
+        return [self]
 
 
 class MultipartBody:
     """A multipart body: every part must be an image, and there is a limit on how many."""
 
-    def __init__(self, boundary: bytes, limits: Limits) -> None:
+    def __init__(self, boundary: bytes, max_images: int) -> None:
         if not boundary:
             raise RequestError(422, "multipart/form-data without a boundary in its Content-Type")
-        self.limits = limits
-        self.uploads: list[Upload] = []
+        self.max_images, self.uploads = max_images, list[Upload]()
         self.header = self.value = self.disposition = b""
         self.ended = False
+        callbacks: Any = {name: getattr(self, name) for name in dir(self) if name.startswith("on_")}
         with multipart_errors():
-            self.parser = MultipartParser(
-                boundary,
-                {
-                    "on_part_begin": self.on_part_begin,
-                    "on_header_field": self.on_header_field,
-                    "on_header_value": self.on_header_value,
-                    "on_header_end": self.on_header_end,
-                    "on_headers_finished": self.on_headers_finished,
-                    "on_part_data": self.on_part_data,
-                    "on_end": self.on_end,
-                },
-            )
+            self.parser = MultipartParser(boundary, callbacks)
 
     def write(self, chunk: bytes) -> None:
         with multipart_errors():
@@ -140,12 +124,11 @@ class MultipartBody:
             raise RequestError(422, f"the request holds no image; {HOW}")
         return self.uploads
 
-    # ---- callbacks of the parser
+    # ---- callbacks of the parser, which has a callback of each name here
 
     def on_part_begin(self) -> None:
-        most = self.limits.max_images
-        if len(self.uploads) == most:
-            raise RequestError(413, f"more than {most} parts in a request; send fewer images at a time")
+        if len(self.uploads) == self.max_images:
+            raise RequestError(413, f"more than {self.max_images} parts in a request; send fewer images at a time")
         self.disposition = b""
 
     def on_header_field(self, data: bytes, start: int, end: int) -> None:
