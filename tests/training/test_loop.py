@@ -61,7 +61,7 @@ def test_a_step_is_torchs(tmp_path: Path) -> None:
     rest = [p for n, p in model.named_parameters() if not (n.endswith("weight") and p.ndim > 1)]
     adam = torch.optim.AdamW([{"params": kernels, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
     data = other.setup.data.train
-    loader = TrainLoader(data, (8, 8), recipe.augment, other.setup.preprocess, batch=32, seed=recipe.seed)
+    loader = TrainLoader(data, (8, 8), other.setup.preprocess, recipe.augment, batch=32, seed=recipe.seed)
     batches = loader.batches()
     for step in range(4):
         found, _ = trainer.step(step)

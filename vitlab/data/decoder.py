@@ -14,19 +14,13 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from vitlab.data.av1 import largest_frame
+from vitlab.data.headers import Buffer
 from vitlab.models.config import Interpolation, Preprocess, Size
 from vitlab.text import brief
 
 ORIENTATION = 0x0112  # the EXIF tag; from 5 on, width and height are swapped
-TRANSPOSE = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+TRANSPOSE = {orientation: Image.Transpose[turn] for orientation, turn in enumerate(TURNS, 2)}
 # Pillow's names of the formats that are read. No other reader sees a file, whatever its name: some start programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "GIF", "TIFF", "JPEG2000", "PPM", "TGA")
 DEEP_COST = 4  # grays of 16 bits or more are converted as floats, which take so many times the memory
@@ -55,7 +49,7 @@ def readers() -> tuple[str, ...]:
 
 
 def decode_bytes(
-    data: bytes | bytearray,
+    data: Buffer,
     shrink: DecodeHint | None = None,
     formats: tuple[str, ...] | None = None,
     most_pixels: int | None = None,
@@ -81,7 +75,7 @@ def decode_bytes(
         raise DecodeError("broken", brief(error)) from None
 
 
-def check_pixel_count(image: Image.Image, data: bytes | bytearray, most: int | None) -> None:
+def check_pixel_count(image: Image.Image, data: Buffer, most: int | None) -> None:
     """Raise DecodeError for an image, or a frame inside it, of more than `most` pixels."""
     deep = image.mode.startswith(("I", "F"))
     width, height = max(image.size, largest_frame(data) if image.format == "AVIF" else (0, 0), key=math.prod)

@@ -13,7 +13,7 @@ from typing import BinaryIO
 from PIL import Image
 
 from vitlab.data.decoder import DecodeError, DecodeFault, DecodeHint, decode_bytes
-from vitlab.data.headers import ImpossibleHeader, read_header
+from vitlab.data.headers import Buffer, ImpossibleHeader, read_header
 from vitlab.data.sandbox import DecodeRequest, Sandbox
 
 EXTENSIONS = frozenset(
@@ -49,7 +49,7 @@ def decode(file: str | Path | BinaryIO | bytes, name: str, shrink: DecodeHint | 
         raise BrokenImage(name, "there is not enough memory to decode it") from None
 
 
-def is_plain(data: bytes | bytearray) -> bool:
+def is_plain(data: Buffer) -> bool:
     """Whether the cost of decoding a file is known, and small."""
     try:
         header = read_header(data)
@@ -84,5 +84,4 @@ def sandbox() -> Sandbox:
     """The process of this thread; a forked process must not use its parent's."""
     if getattr(_local, "pid", None) != os.getpid():
         _local.pid, _local.box = os.getpid(), Sandbox()
-    box: Sandbox = _local.box
-    return box
+    return _local.box

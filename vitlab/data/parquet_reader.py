@@ -1,4 +1,4 @@
-"""Parquet to a flat copy, in a process of its own: `python -m vitlab.data.parquet_reader FILE COPY`.
+"""Parquet to a flat copy, in a process of its own that runs `main(FILE, COPY)`.
 
 A few bytes of parquet can expand to any amount of data: nulls in runs, one long value repeated, pages of zeros. So
 nothing else reads parquet. This process has little memory, and a crash affects no other. It writes the images one
@@ -8,7 +8,6 @@ output: {"note": ...} or {"error": ...}.
 
 import json
 import os
-import sys
 from array import array
 from typing import IO, Any
 
@@ -65,7 +64,6 @@ class FlatCopyWriter:
         self.labels: list[np.ndarray] = []
         self.words: dict[str, int] = {}  # labels that are text, with their numbers
         self.characters = 0
-        self.written = 0
 
     def find_column(self, known: tuple[str, ...]) -> str:
         names = self.file.schema_arrow.names
@@ -78,22 +76,15 @@ class FlatCopyWriter:
         """Write the copy; returns a warning for the user, or ""."""
         self.check_rows(self.file.metadata.num_rows)
         names, note = class_names(self.file.schema_arrow.metadata or {}, self.label)
-        columns = [self.image, self.label]
         with open(f"{self.copy}.bin", "wb") as out:
-            for batch in self.file.iter_batches(BATCH, columns=columns, use_threads=False):
+            for batch in self.file.iter_batches(BATCH, columns=[self.image, self.label], use_threads=False):
                 self.write_images(batch.column(self.image), out)
                 self.labels.append(self.to_numbers(batch.column(self.label)))
                 self.check_rows(len(self.offset))
-        about = json.dumps({"names": names, "words": list(self.words)}).encode()
+        about = np.frombuffer(json.dumps({"names": names, "words": list(self.words)}).encode(), np.uint8)
+        label = np.concatenate([np.zeros(0, np.int64), *self.labels])
         with open(f"{self.copy}.npz", "wb") as index:
-            np.savez(
-                index,
-                offset=np.array(self.offset, np.int64),
-                length=np.array(self.length, np.int64),
-                name=np.array(self.name_length, np.uint16),
-                label=np.concatenate([np.zeros(0, np.int64), *self.labels]),
-                about=np.frombuffer(about, np.uint8),
-            )
+            np.savez(index, offset=self.offset, length=self.length, name=self.name_length, label=label, about=about)
         return note and f"'{self.path}': {note}"
 
     def check_rows(self, count: int) -> None:
@@ -112,15 +103,13 @@ class FlatCopyWriter:
                 )
             buffer = None if data is None or not data.is_valid else data.as_buffer()
             size = -1 if buffer is None else buffer.size
-            self.offset.append(self.written + len(name))
+            out.write(name)
+            self.offset.append(out.tell())
             self.length.append(size)
             self.name_length.append(len(name))
-            out.write(name)
-            self.written += len(name)
             if buffer is not None and size <= MAX_FILE_BYTES:  # a larger one counts as broken
                 out.write(buffer)
-                self.written += size
-            if self.written > FREE_BYTES + MAX_GROWTH * self.size:
+            if out.tell() > FREE_BYTES + MAX_GROWTH * self.size:
                 raise UserError(
                     f"'{self.path}' unpacks to more than {MAX_GROWTH} times its size; is it what it claims to be?"
                 )
@@ -182,12 +171,8 @@ def class_names(metadata: dict[bytes, bytes], column: str) -> tuple[list[str], s
         found = found.get(key)
         if found is None:
             return [], ""
-    if not (isinstance(found, list) and all(isinstance(name, str) and len(name) <= MAX_LABEL_LENGTH for name in found)):
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         return [], bad
-    if are_too_many(len(found), sum(map(len, found))):
+    if max(map(len, found), default=0) > MAX_LABEL_LENGTH or are_too_many(len(found), sum(map(len, found))):
         return [], bad
     return [valid_text(name) for name in found], ""
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

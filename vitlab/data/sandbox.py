@@ -25,6 +25,7 @@ from typing import Any
 from PIL import Image
 
 from vitlab.data.decoder import DecodeError, DecodeHint, decode_bytes, frame_image
+from vitlab.data.headers import Buffer
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
 from vitlab.settings import check_types, from_json, to_json
@@ -66,7 +67,7 @@ class Sandbox:
         self.lock = threading.Lock()  # held while starting or killing the process
         self.closed = False
 
-    def decode(self, data: bytes | bytearray, request: DecodeRequest, shrink: DecodeHint | None = None) -> Image.Image:
+    def decode(self, data: Buffer, request: DecodeRequest, shrink: DecodeHint | None = None) -> Image.Image:
         """The upright RGB image; raises DecodeError where it cannot be decoded within the budget."""
         deadline = time.monotonic() + self.budget.wall
         for last in (False, True):
@@ -82,9 +83,7 @@ class Sandbox:
                     raise DecodeError("broken", self._reason(code)) from None
         raise AssertionError("unreachable")
 
-    def _request(
-        self, data: bytes | bytearray, request: DecodeRequest, shrink: DecodeHint | None, deadline: float
-    ) -> Image.Image:
+    def _request(self, data: Buffer, request: DecodeRequest, shrink: DecodeHint | None, deadline: float) -> Image.Image:
         wire = self.start()
         send(wire, {**to_json(request), "bytes": len(data), "shrink": shrink is not None}, data, deadline)
         answer = receive_header(wire, deadline)
@@ -153,31 +152,29 @@ def too_much_memory(memory: int) -> str:
 
 
 def launch(theirs: socket.socket, budget: Budget, nice: int) -> "subprocess.Popen[bytes]":
-    """Start an interpreter that finds its modules where this one does, and none in the current folder (-P)."""
-    paths = [path for path in sys.path if path]
-    code = f"import sys; sys.path[:] = {paths!r}; from vitlab.data.sandbox import serve; serve({theirs.fileno()}"
-    command = [sys.executable, "-P", "-c", f"{code}, {budget.cpu}, {budget.memory}, {nice})"]
-    single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # each thread of a library reserves address space
+    """Start the process, with its end of the connection."""
+    file, null = theirs.fileno(), subprocess.DEVNULL
+    arguments = f"{file}, {budget.cpu}, {budget.memory}, {nice}"
+    command = python_command(f"from vitlab.data.sandbox import serve; serve({arguments})")
+    env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # each thread reserves address space
     try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | single,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C in the terminal is handled by the caller
+        return subprocess.Popen(  # a session of its own, since Ctrl-C in the terminal is handled by the caller
+            command, stdin=null, stdout=null, stderr=null, env=env, pass_fds=[file], start_new_session=True
         )
     except OSError as error:
         raise UserError(f"no process to decode images in could be started: {error.strerror or error}") from None
 
 
+def python_command(code: str) -> list[str]:
+    """Runs code in an interpreter that finds its modules where this one does, and none in the current folder (-P)."""
+    paths = [path for path in sys.path if path]
+    return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {paths!r}; {code}"]
+
+
 # ---- messages
 
 
-def send(
-    wire: socket.socket, header: dict[str, Any], data: bytes | bytearray = b"", deadline: float | None = None
-) -> None:
+def send(wire: socket.socket, header: dict[str, Any], data: Buffer = b"", deadline: float | None = None) -> None:
     wire.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
     text = json.dumps(header).encode()
     wire.sendall(LENGTH.pack(len(text)) + text)

@@ -79,7 +79,7 @@ class InspectReader(ImageReader):
         digest = hashlib.blake2b(repr(image.size).encode() + image.tobytes(), digest_size=8).digest()
         return torch.tensor([image.height, image.width, int.from_bytes(digest, "big", signed=True)])
 
-    def blank(self) -> Tensor:
+    def blank(self, broken: list[BrokenEntry]) -> Tensor:
         return torch.zeros(3, dtype=torch.int64)
 
 

@@ -243,8 +243,8 @@ def make_loaders(setup: RunSetup, cluster: Cluster, micro: int) -> tuple[TrainLo
     train = TrainLoader(
         setup.data.train,
         size,
-        r.augment,
         setup.preprocess,
+        r.augment,
         batch=micro * cluster.world,
         seed=r.seed,
         broken_limit=r.broken_limit,
