@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, targets
 from vitlab.data.resident import BYTES_AT_ONCE, ResidentSet, fits_on_device
-from vitlab.data.rng import ORDER, SHARDS, Ints, Keys, keys, permutation
+from vitlab.data.rng import ORDER, SHARDS, Ints, Keys, keys
 from vitlab.data.source import ImageSource
 from vitlab.data.transforms import Augment, normalize
 from vitlab.data.workers import AHEAD, BrokenEntry, EvalReader, TrainReader, chunk_size, read_batches
@@ -152,9 +152,7 @@ class TrainLoader(Loader):
         start = self.batch * np.arange(count)[:, None]
         mine = (start + np.arange(low, high)).ravel()
         mix = draw_mix(key[(start + (np.arange(low, high) & ~1)).ravel()], self.augment)
-        if mix is None:
-            return BatchPlan(index[mine], key[mine], np.arange(len(mine)), None)
-        other = (start + partners(self.batch)[low:high]).ravel()
+        other = mine if mix is None else (start + partners(self.batch)[low:high]).ravel()
         places = np.concatenate([mine, np.setdiff1d(other, mine)])
         found = np.zeros(len(index), np.int64)
         found[places] = np.arange(len(places))
@@ -183,11 +181,12 @@ class TrainLoader(Loader):
 
 def epoch_order(source: ImageSource, seed: int, epoch: int) -> Ints:
     """The indices in the order of an epoch; where there are shards, a few are read and shuffled at a time."""
+    hashed = keys(seed, epoch, ORDER, np.arange(len(source)))
     if source.groups is None:
-        return permutation(len(source), seed, epoch)
+        return np.argsort(hashed, kind="stable")
     names, group = np.unique(source.groups, return_inverse=True)
     window = keys(seed, epoch, SHARDS, names).argsort().argsort() // WINDOW
-    return np.lexsort((keys(seed, epoch, ORDER, np.arange(len(source))), window[group]))
+    return np.lexsort((hashed, window[group]))
 
 
 # ---- evaluation

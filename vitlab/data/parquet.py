@@ -36,9 +36,6 @@ class FlatCopy:
     names: tuple[str, ...]  # of the classes, from the schema
     words: tuple[str, ...]  # of a label column that holds text, in the order of its numbers; else empty
 
-    def __len__(self) -> int:
-        return len(self.index["label"])
-
 
 class ParquetSource(PackedSource):
     """The rows of parquet files, one after another."""
@@ -81,8 +78,8 @@ def class_names(copies: list[FlatCopy], root: Path) -> tuple[str, ...]:
     words = {word for copy in copies for word in copy.words}
     if words:
         return tuple(sorted(words))
-    top = max((int(copy.index["label"].max(initial=-1)) for copy in copies), default=-1)
-    return number_names(top, sum(map(len, copies)), str(root))
+    labels = np.concatenate([np.zeros(0, np.int64), *(copy.index["label"] for copy in copies)])
+    return number_names(int(labels.max(initial=-1)), len(labels), str(root))
 
 
 def labels_of(copy: FlatCopy, number: dict[str, int]) -> Ints:

@@ -6,6 +6,7 @@ after another to COPY.bin, their positions, labels and class names to COPY.npz, 
 output: {"note": ...} or {"error": ...}.
 """
 
+import contextlib
 import json
 import os
 from array import array
@@ -29,7 +30,11 @@ MAX_NAME_LENGTH = 1000  # characters of an image's name
 
 
 def main(path: str, copy: str) -> None:
-    limit_memory()
+    with contextlib.suppress(ImportError):  # not a POSIX system
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         reply = {"note": FlatCopyWriter(path, copy).write()}
     except UserError as error:
@@ -39,15 +44,6 @@ def main(path: str, copy: str) -> None:
     except Exception as error:  # the reader raises nearly anything on broken bytes
         reply = {"error": f"'{path}' cannot be read as parquet: {brief(error)}"}
     print(json.dumps(reply))
-
-
-def limit_memory() -> None:
-    try:
-        import resource
-    except ImportError:  # not a POSIX system
-        return
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 class FlatCopyWriter:
@@ -158,21 +154,17 @@ def to_text(value: Any) -> str:
 
 def class_names(metadata: dict[bytes, bytes], column: str) -> tuple[list[str], str]:
     """The class names that the hub keeps in the schema, and a warning where they cannot be used, or ""."""
-    if b"huggingface" not in metadata:
-        return [], ""
-    bad = "the class names in its schema cannot be read and are not used"
+    bad: tuple[list[str], str] = [], "the class names in its schema cannot be read and are not used"
     try:
-        found = json.loads(metadata[b"huggingface"])
-    except (ValueError, RecursionError):
-        return [], bad
-    for key in ("info", "features", column, "names"):
-        if not isinstance(found, dict):
-            return [], bad
-        found = found.get(key)
-        if found is None:
-            return [], ""
+        found = json.loads(metadata.get(b"huggingface", b"{}"))
+        for key in ("info", "features", column, "names"):
+            found = found.get(key)
+            if found is None:
+                return [], ""
+    except (ValueError, RecursionError, AttributeError):  # no JSON, or no objects inside each other
+        return bad
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        return [], bad
+        return bad
     if max(map(len, found), default=0) > MAX_LABEL_LENGTH or are_too_many(len(found), sum(map(len, found))):
-        return [], bad
+        return bad
     return [valid_text(name) for name in found], ""

@@ -61,13 +61,10 @@ class ResidentSet:
         self.ratio: Floats = np.ones(len(source))
         self.pixels = torch.zeros(len(source), 3, *self.stored, dtype=torch.uint8, device=device)  # (n, 3, H, W)
         self.broken: list[BrokenEntry] = []
-        start = 0
         for chunk in read_all(StretchReader(source, self.stored, preprocess), len(source), workers, "decoding once"):
-            part = slice(start, start + len(chunk.index))
-            self.pixels[part] = chunk.pixels.to(device)
-            self.ratio[part] = chunk.ratio.numpy()
+            self.pixels[chunk.index] = chunk.pixels.to(device)
+            self.ratio[chunk.index.numpy()] = chunk.ratio.numpy()
             self.broken += chunk.broken
-            start = part.stop
         self.good = replace_broken(len(source), [index for index, _, _ in self.broken])
 
     def augmented(self, index: Ints, key: Keys, augment: Augment) -> tuple[Tensor, Tensor]:

@@ -138,8 +138,8 @@ class Sandbox:
             return "decoding it was stopped"
         if code == -signal.SIGXCPU:
             return f"it took more than {self.budget.cpu} s of a core to decode"
-        if code == 1:  # Python had no memory left even for an answer
-            return too_much_memory(self.budget.memory)
+        if code == 1:  # a MemoryError
+            return f"it needs more than {self.budget.memory / 1e9:.1f} GB to decode"
         return f"its decoder crashed ({code})"
 
     def __del__(self) -> None:
@@ -147,19 +147,20 @@ class Sandbox:
             self.kill()
 
 
-def too_much_memory(memory: int) -> str:
-    return f"it needs more than {memory / 1e9:.1f} GB to decode"
-
-
 def launch(theirs: socket.socket, budget: Budget, nice: int) -> "subprocess.Popen[bytes]":
     """Start the process, with its end of the connection."""
     file, null = theirs.fileno(), subprocess.DEVNULL
-    arguments = f"{file}, {budget.cpu}, {budget.memory}, {nice}"
-    command = python_command(f"from vitlab.data.sandbox import serve; serve({arguments})")
+    serving = f"from vitlab.data.sandbox import serve; serve({file}, {budget.cpu}, {budget.memory}, {nice})"
     env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # each thread reserves address space
     try:
         return subprocess.Popen(  # a session of its own, since Ctrl-C in the terminal is handled by the caller
-            command, stdin=null, stdout=null, stderr=null, env=env, pass_fds=[file], start_new_session=True
+            python_command(serving),
+            stdin=null,
+            stdout=null,
+            stderr=null,
+            env=env,
+            pass_fds=[file],
+            start_new_session=True,
         )
     except OSError as error:
         raise UserError(f"no process to decode images in could be started: {error.strerror or error}") from None
@@ -218,21 +219,32 @@ def receive_image(wire: socket.socket, size: tuple[int, int], deadline: float) -
 
 
 def serve(file: int, cpu: int, memory: int, nice: int) -> None:
-    """Answer requests until the caller closes the connection."""
+    """Answer requests until the caller closes the connection, each within `cpu` seconds of a core; write no files.
+
+    The address space is limited to `memory` bytes more than now, where its current size can be read.
+    """
+    import resource  # on POSIX systems only, as is this process
+
     wire = socket.socket(fileno=file)
     Image.MAX_IMAGE_PIXELS = None  # the limits here are stricter
     Image.init()
     os.nice(nice)
-    limit_memory(memory)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as about:
+        own = int(about.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (own + memory, own + memory))
     with contextlib.suppress(EOFError, OSError):
         while True:
             header = receive_header(wire)
             data = receive(wire, header["bytes"])
-            limit_time(cpu)
-            answer_request(wire, header, data, memory)
+            used = int(time.process_time()) + 1  # the system counts from the start of the process
+            resource.setrlimit(resource.RLIMIT_CPU, (used + cpu, resource.RLIM_INFINITY))
+            answer_request(wire, header, data)
 
 
-def answer_request(wire: socket.socket, header: dict[str, Any], data: bytearray, memory: int) -> None:
+def answer_request(wire: socket.socket, header: dict[str, Any], data: bytearray) -> None:
+    """Answer one request; a MemoryError ends the process, which the caller replaces."""
     request = from_json(DecodeRequest, {key: header[key] for key in ("formats", "most_pixels", "size", "preprocess")})
 
     def ask(size: Size) -> float:
@@ -245,28 +257,7 @@ def answer_request(wire: socket.socket, header: dict[str, Any], data: bytearray,
             image = frame_image(image, request.size, request.preprocess)
     except DecodeError as error:
         send(wire, {"fault": error.fault, "why": error.why})
-    except MemoryError:
-        send(wire, {"fault": "broken", "why": too_much_memory(memory)})
     else:
         send(wire, {"width": image.width, "height": image.height})
         for top, bottom in bands(image.size):
             wire.sendall(image.crop((0, top, image.width, bottom)).tobytes())
-
-
-def limit_memory(memory: int) -> None:
-    """Limit the address space, where its current size can be read, and forbid writing files."""
-    import resource  # on POSIX systems only, as is this process
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as file:
-        own = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (own + memory, own + memory))
-
-
-def limit_time(cpu: int) -> None:
-    """Allow so many seconds of a core from now on; the system counts from the start of the process."""
-    import resource
-
-    used = int(time.process_time()) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (used + cpu, resource.RLIM_INFINITY))

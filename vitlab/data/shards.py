@@ -41,10 +41,6 @@ MAX_SHARDS, MAX_MEMBERS = 1_000_000, 2_000_000  # that braces may expand to; fil
 MAX_KEY_BYTES, MAX_HEADER_BYTES = 512, 4096
 
 
-def is_shards(spec: str) -> bool:
-    return spec.startswith(PIPE) or spec.endswith(".tar")
-
-
 class ShardSource(PackedSource):
     """Images inside tar files, by file, offset and length; `index` is that of `index_shards`."""
 
@@ -178,10 +174,8 @@ def read_members(tar: TarFile) -> tuple[dict[bytes, tuple[int, int]], dict[bytes
     """Offset and length of each image, and its label, by key."""
     positions: dict[bytes, tuple[int, int]] = {}
     labels: dict[bytes, bytes] = {}
-    count = 0
-    while (member := tar.next()) is not None:
+    for count, member in enumerate(iter(tar.next, None), 1):
         tar.members.clear()  # type: ignore[attr-defined]  # else it keeps them all
-        count += 1
         if count > MAX_MEMBERS:
             raise ReadError(f"it has more than {MAX_MEMBERS:,} members; make smaller shards")
         if member.size < 0:  # would make tarfile read the same header forever

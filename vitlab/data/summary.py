@@ -93,28 +93,25 @@ def class_warnings(data: Data) -> list[str]:
     for split, counts in (("training", train), ("test", test)):
         missing = [data.classes[i] for i in np.flatnonzero(counts == 0)]
         if missing:
-            share = f"{len(missing)} of {len(data.classes)} classes"
-            warnings.append(f"{share} have no {split} images: {name_some(missing)}")
+            share = f"{len(missing)} of {len(data.classes)} classes have no {split} images"
+            warnings.append(f"{share}: {name_some(missing)}")
     tiny = [data.classes[i] for i in np.flatnonzero((train > 0) & (train < FEW_IMAGES))]
     if tiny:
         warnings.append(f"{len(tiny)} classes have fewer than {FEW_IMAGES} training images: {name_some(tiny)}")
-    present = train[train > 0]
-    if present.max() >= IMBALANCE * present.min():
-        large, small = (
-            data.classes[int(i)] for i in (train.argmax(), np.where(train > 0, train, train.max()).argmin())
-        )
-        warnings.append(
-            f"the classes are uneven: {present.max()} training images of '{large}', {present.min()} of '{small}'"
-        )
+    present = np.flatnonzero(train)
+    most, least = present[train[present].argmax()], present[train[present].argmin()]
+    if train[most] >= IMBALANCE * train[least]:
+        large, small = f"{train[most]} training images of '{data.classes[most]}'", f"'{data.classes[least]}'"
+        warnings.append(f"the classes are uneven: {large}, {train[least]} of {small}")
     return warnings
 
 
 def image_warnings(summary: Summary) -> list[str]:
     """Problems of the images: broken ones, and those that are in two splits."""
-    warnings = []
-    for name, split in summary.splits.items():
-        if split.broken:
-            warnings.append(f"{len(split.broken)} broken images in {name}: {name_some([b[1] for b in split.broken])}")
+    broken = {split: [name for _, name, _ in found.broken] for split, found in summary.splits.items()}
+    warnings = [
+        f"{len(names)} broken images in {split}: {name_some(names)}" for split, names in broken.items() if names
+    ]
     if summary.duplicates:
         one, other = summary.duplicates[0]
         warnings.append(f"{len(summary.duplicates)} images outside train are also in train, such as {other} = {one}")

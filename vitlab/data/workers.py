@@ -69,34 +69,30 @@ class ImageReader(Dataset[Chunk]):
         raise NotImplementedError
 
     def blank(self, broken: list[BrokenEntry]) -> Tensor:
-        """The tensor in place of an image, where all that were tried are broken."""
-        raise NotImplementedError
+        """The tensor in place of an image, where all that were tried are broken: black."""
+        return self.convert(Image.new("RGB", (1, 1)), 0)
 
     def shrink(self, key: int) -> DecodeHint | None:
         """How much smaller an image may be decoded; None: not at all."""
         return None
 
-    def read(self, index: int, key: int) -> tuple[int, Image.Image | None, list[BrokenEntry]]:
-        """The first good image from an index on, None where there is none; its index; the broken images met."""
+    def read(self, index: int, key: int) -> tuple[Tensor, int, float, list[BrokenEntry]]:
+        """The tensor of the first good image from an index on, its index and ratio, and the broken images met."""
         broken: list[BrokenEntry] = []
         for place in range(index, index + min(self.tries, len(self.source))):
             place %= len(self.source)
             try:
-                return place, self.source.image(place, self.shrink(key)), broken
+                image = self.source.image(place, self.shrink(key))
             except BrokenImage as error:
                 broken.append((place, error.name, error.why))
-        return index, None, broken
+            else:
+                return self.convert(image, key), place, image.width / image.height, broken
+        return self.blank(broken), index, 1.0, broken
 
     def read_chunk(self, samples: Samples) -> Chunk:
-        tensors, indices, broken, ratios = [], [], [], []
-        for sample, key in samples:
-            index, image, skipped = self.read(sample, key)
-            tensors.append(self.blank(skipped) if image is None else self.convert(image, key))
-            ratios.append(1.0 if image is None else image.width / image.height)
-            indices.append(index)
-            broken += skipped
+        tensors, indices, ratios, broken = zip(*(self.read(index, key) for index, key in samples), strict=True)
         ratio = torch.tensor(ratios, dtype=torch.float64)
-        return Chunk(torch.stack(tensors), torch.tensor(indices), tuple(broken), ratio=ratio)
+        return Chunk(torch.stack(tensors), torch.tensor(indices), sum(map(tuple, broken), ()), ratio=ratio)
 
     def __getitems__(self, samples: Samples) -> Chunk:
         """For DataLoader. A UserError is returned as a value: raised in a worker, it would arrive as a traceback."""
@@ -115,9 +111,6 @@ class EvalReader(ImageReader):
 
     def convert(self, image: Image.Image, key: int) -> Tensor:
         return eval_pixels(image, self.size, self.preprocess)
-
-    def blank(self, broken: list[BrokenEntry]) -> Tensor:
-        return torch.zeros(3, *self.size, dtype=torch.uint8)
 
 
 @dataclass
@@ -224,8 +217,7 @@ def _lost_worker(workers: list[BaseProcess]) -> UserError | None:
     if not dead:
         return None
     for worker in workers:
-        if worker.is_alive():
-            worker.kill()
+        worker.kill()
     code = dead[0].exitcode or 0
     how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     return UserError(
