@@ -279,7 +279,7 @@ def test_loader_workers_have_processes_of_their_own(tmp_path: Path) -> None:
     source = folder.splits(tmp_path / "photos")["train"]
     batches = []
     for workers in (0, 2):
-        loader = TrainLoader(source, (16, 16), Preprocess(), Augment(), batch=12, workers=workers, resident=False)
+        loader = TrainLoader(source, (16, 16), Augment(), Preprocess(), batch=12, workers=workers, resident=False)
         batches.append(next(loader.batches()))
         assert [Path(name).name for name in loader.broken.values()] == ["003.bmp"]
     assert torch.equal(batches[0].images, batches[1].images)

@@ -30,7 +30,7 @@ WAYS = [False, True]  # resident or not
 def loader(
     source: ArraySource, augment: Augment = FULL, *, size: int = 16, batch: int = 8, **settings: object
 ) -> TrainLoader:
-    return TrainLoader(source, (size, size), PLAIN, augment, batch=batch, seed=5, **settings)  # type: ignore[arg-type]
+    return TrainLoader(source, (size, size), augment, PLAIN, batch=batch, seed=5, **settings)  # type: ignore[arg-type]
 
 
 def take(source: TrainLoader, count: int, step: int = 0) -> list[Batch]:
@@ -96,7 +96,7 @@ def test_seeds_and_epochs_differ(resident: bool) -> None:
     source = arrays(8)
     augment = Augment()
     one = take(loader(source, augment, resident=resident), 2)
-    other = TrainLoader(source, (16, 16), PLAIN, augment, batch=8, seed=6, resident=resident)
+    other = TrainLoader(source, (16, 16), augment, PLAIN, batch=8, seed=6, resident=resident)
     assert one[0].index.tolist() != next(other.batches()).index.tolist()
     first, second = (batch.images[batch.index.argsort()] for batch in one)  # the same images, another epoch
     assert all(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -157,8 +157,8 @@ def test_large_pictures_of_many_shapes_are_cut_alike(tmp_path: Path) -> None:
         (tmp_path / str(i % 2)).mkdir(exist_ok=True)
         picture(i, *shape).save(tmp_path / str(i % 2) / f"{i}.png")
     source = open_data(str(tmp_path)).train
-    held = TrainLoader(source, (16, 16), PLAIN, Augment(), batch=8, resident=True)
-    files = TrainLoader(source, (16, 16), PLAIN, Augment(), batch=8, resident=False)
+    held = TrainLoader(source, (16, 16), Augment(), PLAIN, batch=8, resident=True)
+    files = TrainLoader(source, (16, 16), Augment(), PLAIN, batch=8, resident=False)
     assert held.held is not None
     assert held.held.stored == (32, 32)
     for one, other in zip(take(held, 3), take(files, 3), strict=True):

@@ -82,7 +82,7 @@ def test_piped_shards(tmp_path: Path, cache: Path) -> None:
     assert data.train.groups is not None
 
     def loader(workers: int) -> TrainLoader:
-        return TrainLoader(data.train, (8, 8), Preprocess(), Augment(), batch=24, seed=1, workers=workers)
+        return TrainLoader(data.train, (8, 8), Augment(), Preprocess(), batch=24, seed=1, workers=workers)
 
     assert not loader(0).resident
     order = loader(0).order(0)

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     source = open_data(spec).train
     loader = TrainLoader(
-        source, (8, 8), Preprocess(), Augment(), batch=batch, workers=2, rank=rank, world=world, resident=False
+        source, (8, 8), Augment(), Preprocess(), batch=batch, workers=2, rank=rank, world=world, resident=False
     )
     lines = [
         json.dumps([source.name(i) for i in found.index.tolist()])

@@ -53,14 +53,13 @@ class Loader:
 
     source: ImageSource
     image_size: Size
-    preprocess: Preprocess
     _: KW_ONLY
     batch: int
     workers: int = 0
     device: torch.device = CPU
     rank: int = 0
     world: int = 1
-    resident: bool | None = None
+    resident: bool = None  # type: ignore[assignment]  # None: see __post_init__
 
     def __post_init__(self) -> None:
         self.device = torch.device(self.device)
@@ -97,6 +96,7 @@ class TrainLoader(Loader):
     """
 
     augment: Augment
+    preprocess: Preprocess
     _: KW_ONLY
     seed: int = 0
     broken_limit: float = BROKEN_LIMIT
@@ -192,12 +192,15 @@ def epoch_order(source: ImageSource, seed: int, epoch: int) -> Ints:
 # ---- evaluation
 
 
+@dataclass(eq=False)
 class EvalLoader(Loader):
     """Every image exactly once over all ranks, in order, the last partial batch included.
 
     Ranks may differ by one image, so by one batch. With `resident` the framed bytes stay in the device's memory after
     the first pass; the batches are the same to the bit.
     """
+
+    preprocess: Preprocess
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from vitlab.data.decoder import DecodeHint
@@ -16,7 +15,7 @@ from vitlab.data.source import ImageSource
 from vitlab.errors import UserError
 
 MAX_OPEN = 16  # files open at a time
-Index = dict[str, NDArray[Any]]  # offset and length of each image, and more for each kind of file
+Index = dict[str, np.ndarray]  # offset and length of each image, and more for each kind of file
 
 
 def join_indexes(parts: list[Index]) -> Index:

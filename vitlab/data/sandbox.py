@@ -101,10 +101,9 @@ class Sandbox:
                 raise EOFError
             if self.wire is None or self.process is None or self.process.poll() is not None:
                 self._drop()
-                ours, theirs = socket.socketpair()
+                self.wire, theirs = socket.socketpair()
                 with theirs:
                     self.process = launch(theirs, self.budget, self.nice)
-                self.wire = ours
             return self.wire
 
     def kill(self, *, close: bool = False) -> None:

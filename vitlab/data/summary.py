@@ -36,9 +36,7 @@ class SplitSummary:
 class Summary:
     """The contents of a data set."""
 
-    name: str
-    note: str
-    classes: tuple[str, ...]
+    data: Data
     splits: dict[str, SplitSummary]
     duplicates: list[tuple[str, str]]  # (in train, in another split) with the same pixels
 
@@ -55,7 +53,7 @@ def summarize(data: Data, workers: int = 0) -> Summary:
         for i, value in enumerate(splits[name].hashes)
         if int(value) in first
     ]
-    return Summary(data.name, data.note, data.classes, splits, duplicates)
+    return Summary(data, splits, duplicates)
 
 
 def class_counts(source: ImageSource) -> Ints:
@@ -93,8 +91,9 @@ def class_warnings(data: Data) -> list[str]:
     for split, counts in (("training", train), ("test", test)):
         missing = [data.classes[i] for i in np.flatnonzero(counts == 0)]
         if missing:
-            share = f"{len(missing)} of {len(data.classes)} classes have no {split} images"
-            warnings.append(f"{share}: {name_some(missing)}")
+            warnings.append(
+                f"{len(missing)} of {len(data.classes)} classes have no {split} images: {name_some(missing)}"
+            )
     tiny = [data.classes[i] for i in np.flatnonzero((train > 0) & (train < FEW_IMAGES))]
     if tiny:
         warnings.append(f"{len(tiny)} classes have fewer than {FEW_IMAGES} training images: {name_some(tiny)}")
@@ -124,7 +123,8 @@ def name_some(names: list[str]) -> str:
 
 def tables(summary: Summary) -> Iterator[Table]:
     """The summary as tables for a terminal: one of the splits, one of the classes."""
-    table = Table("split", title=f"{printable(summary.name)}: {len(summary.classes)} classes", caption=summary.note)
+    data, classes = summary.data, summary.data.classes
+    table = Table("split", title=f"{printable(data.name)}: {len(classes)} classes", caption=data.note)
     for heading in ("images", "per class", "height", "width", "broken"):
         table.add_column(heading, justify="right")
     for name, split in summary.splits.items():
@@ -132,12 +132,12 @@ def tables(summary: Summary) -> Iterator[Table]:
         table.add_row(name, f"{split.counts.sum():,}", value_range(split.counts), *sides, str(len(split.broken)))
     yield table
     counts = Table("class", *summary.splits, title="images per class")
-    shown = sorted(range(len(summary.classes)), key=lambda i: -summary.splits["train"].counts[i])
+    shown = sorted(range(len(classes)), key=lambda i: -summary.splits["train"].counts[i])
     if len(shown) > 2 * ROWS:
         shown = [*shown[:ROWS], -1, *shown[-ROWS:]]
     for i in shown:
         row = ["…" if i < 0 else str(split.counts[i]) for split in summary.splits.values()]
-        counts.add_row("…" if i < 0 else printable(summary.classes[i])[:NAME_LENGTH], *row)
+        counts.add_row("…" if i < 0 else printable(classes[i])[:NAME_LENGTH], *row)
     yield counts
 
 

@@ -92,7 +92,9 @@ class ImageReader(Dataset[Chunk]):
     def read_chunk(self, samples: Samples) -> Chunk:
         tensors, indices, ratios, broken = zip(*(self.read(index, key) for index, key in samples), strict=True)
         ratio = torch.tensor(ratios, dtype=torch.float64)
-        return Chunk(torch.stack(tensors), torch.tensor(indices), sum(map(tuple, broken), ()), ratio=ratio)
+        return Chunk(
+            torch.stack(tensors), torch.tensor(indices), tuple(itertools.chain.from_iterable(broken)), ratio=ratio
+        )
 
     def __getitems__(self, samples: Samples) -> Chunk:
         """For DataLoader. A UserError is returned as a value: raised in a worker, it would arrive as a traceback."""

@@ -243,8 +243,8 @@ def make_loaders(setup: RunSetup, cluster: Cluster, micro: int) -> tuple[TrainLo
     train = TrainLoader(
         setup.data.train,
         size,
-        setup.preprocess,
         r.augment,
+        setup.preprocess,
         batch=micro * cluster.world,
         seed=r.seed,
         broken_limit=r.broken_limit,
