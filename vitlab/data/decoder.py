@@ -14,7 +14,6 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from vitlab.data.av1 import largest_frame
-from vitlab.data.headers import Buffer
 from vitlab.models.config import Interpolation, Preprocess, Size
 from vitlab.text import brief
 
@@ -29,6 +28,7 @@ MAX_ASPECT = 50  # a longer image is cropped to this ratio first: resizing all o
 
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")  # odd tags, which do not affect the pixels
 
+Buffer = bytes | bytearray
 DecodeHint = Callable[[Size], float]  # how many times smaller an image of this size (height, width) may be decoded
 DecodeFault = Literal["broken", "unknown", "large"]
 

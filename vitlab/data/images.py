@@ -12,8 +12,8 @@ from typing import BinaryIO
 
 from PIL import Image
 
-from vitlab.data.decoder import DecodeError, DecodeFault, DecodeHint, decode_bytes
-from vitlab.data.headers import Buffer, ImpossibleHeader, read_header
+from vitlab.data.decoder import Buffer, DecodeError, DecodeFault, DecodeHint, decode_bytes
+from vitlab.data.headers import read_header
 from vitlab.data.sandbox import DecodeRequest, Sandbox
 
 EXTENSIONS = frozenset(
@@ -50,11 +50,8 @@ def decode(file: str | Path | BinaryIO | bytes, name: str, shrink: DecodeHint | 
 
 
 def is_plain(data: Buffer) -> bool:
-    """Whether the cost of decoding a file is known, and small."""
-    try:
-        header = read_header(data)
-    except ImpossibleHeader as error:
-        raise DecodeError("broken", str(error)) from None
+    """Whether the cost of decoding a file is known, and small; raises ImpossibleHeader where it is absurd."""
+    header = read_header(data)
     return header is not None and header.pixels <= PLAIN_PIXELS and header.work <= PLAIN_WORK
 
 

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import subprocess
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,9 +51,8 @@ class ParquetSource(PackedSource):
         return f"{where} row {index}" + (f" ({path})" if path else "")
 
 
-def splits(files: Iterable[Path], root: Path) -> dict[str, ParquetSource]:
+def splits(files: list[Path], root: Path) -> dict[str, ParquetSource]:
     """The splits of parquet files, by their names below `root`."""
-    files = list(files)
     for file in files:
         if not file.is_file():
             raise UserError(f"'{file}' is not a file" if file.exists() else f"there is no file '{file}'")

@@ -92,12 +92,7 @@ class FlatCopyWriter:
     def write_images(self, column: Any, out: IO[bytes]) -> None:
         """Write each image's name, then its bytes; the length of a row without bytes is -1."""
         for row in getattr(column, "dictionary_decode", lambda: column)():
-            data, name = image_parts(row)
-            if not (data is None or hasattr(data, "as_buffer")):
-                raise UserError(
-                    f"the column '{self.image}' of '{self.path}' holds {data.type}, not the bytes of images"
-                )
-            buffer = None if data is None or not data.is_valid else data.as_buffer()
+            buffer, name = self.image_parts(row)
             size = -1 if buffer is None else buffer.size
             out.write(name)
             self.offset.append(out.tell())
@@ -109,6 +104,14 @@ class FlatCopyWriter:
                 raise UserError(
                     f"'{self.path}' unpacks to more than {MAX_GROWTH} times its size; is it what it claims to be?"
                 )
+
+    def image_parts(self, row: Any) -> tuple[Any, bytes]:
+        """An image's bytes, or None, and its name, from the hub's pairs or from a plain column."""
+        data, path = (row.get("bytes"), row.get("path")) if hasattr(row, "items") else (row, None)
+        if not (data is None or hasattr(data, "as_buffer")):
+            raise UserError(f"the column '{self.image}' of '{self.path}' holds {data.type}, not the bytes of images")
+        name = "" if path is None or not path.is_valid else to_text(path)[-MAX_NAME_LENGTH:]
+        return None if data is None or not data.is_valid else data.as_buffer(), name.encode()
 
     def to_numbers(self, column: Any) -> np.ndarray:
         """Labels as numbers; text is numbered in order of appearance; -1 where there is none."""
@@ -135,15 +138,6 @@ class FlatCopyWriter:
             if are_too_many(len(self.words), self.characters):
                 raise UserError(f"'{self.path}' has more than {MOST_CLASSES:,} different labels, or very long ones")
         return self.words[word]
-
-
-def image_parts(row: Any) -> tuple[Any, bytes]:
-    """An image's bytes and name, from the hub's pairs or from a plain column."""
-    if not hasattr(row, "items"):
-        return row, b""
-    data, path = row.get("bytes"), row.get("path")
-    name = "" if path is None or not path.is_valid else to_text(path)[-MAX_NAME_LENGTH:]
-    return data, name.encode()
 
 
 def to_text(value: Any) -> str:

@@ -24,8 +24,7 @@ from typing import Any
 
 from PIL import Image
 
-from vitlab.data.decoder import DecodeError, DecodeHint, decode_bytes, frame_image
-from vitlab.data.headers import Buffer
+from vitlab.data.decoder import Buffer, DecodeError, DecodeHint, decode_bytes, frame_image
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
 from vitlab.settings import check_types, from_json, to_json
@@ -78,8 +77,7 @@ class Sandbox:
                 raise DecodeError("broken", f"it took longer than {self.budget.wall:g} s to decode") from None
             except (OSError, EOFError):
                 code = self._exit_code()
-                killed = code in (-signal.SIGKILL, -signal.SIGTERM)  # from outside: not because of the image
-                if last or not killed:
+                if last or code not in (-signal.SIGKILL, -signal.SIGTERM):  # signals from outside, not due to the image
                     raise DecodeError("broken", self._reason(code)) from None
         raise AssertionError("unreachable")
 

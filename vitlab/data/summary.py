@@ -44,15 +44,11 @@ class Summary:
 def summarize(data: Data, workers: int = 0) -> Summary:
     """Decode every image once and collect sizes, broken files and images that are in two splits."""
     splits = {name: inspect_split(source, workers) for name, source in data.splits.items()}
-    train = splits["train"].hashes
-    first = {int(value): i for i, value in reversed(list(enumerate(train))) if value}
-    duplicates = [
-        (data.train.name(first[int(value)]), source.name(i))
-        for name, source in data.splits.items()
-        if name != "train"
-        for i, value in enumerate(splits[name].hashes)
-        if int(value) in first
-    ]
+    first = {value: i for i, value in reversed(list(enumerate(splits["train"].hashes.tolist()))) if value}
+    duplicates = []
+    for split in [name for name in splits if name != "train"]:
+        source, hashes = data.splits[split], enumerate(splits[split].hashes.tolist())
+        duplicates += [(data.train.name(first[value]), source.name(i)) for i, value in hashes if value in first]
     return Summary(data, splits, duplicates)
 
 

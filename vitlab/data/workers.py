@@ -90,11 +90,10 @@ class ImageReader(Dataset[Chunk]):
         return self.blank(broken), index, 1.0, broken
 
     def read_chunk(self, samples: Samples) -> Chunk:
-        tensors, indices, ratios, broken = zip(*(self.read(index, key) for index, key in samples), strict=True)
+        tensors, indices, ratios, met = zip(*(self.read(index, key) for index, key in samples), strict=True)
+        broken = tuple(itertools.chain.from_iterable(met))
         ratio = torch.tensor(ratios, dtype=torch.float64)
-        return Chunk(
-            torch.stack(tensors), torch.tensor(indices), tuple(itertools.chain.from_iterable(broken)), ratio=ratio
-        )
+        return Chunk(torch.stack(tensors), torch.tensor(indices), broken, ratio=ratio)
 
     def __getitems__(self, samples: Samples) -> Chunk:
         """For DataLoader. A UserError is returned as a value: raised in a worker, it would arrive as a traceback."""
