@@ -117,10 +117,9 @@ def to_eight_bits(image: Image.Image) -> Image.Image:
     """Grays of 16 bits, of 32-bit integers and of floats as 8 bits."""
     gray = np.asarray(image).astype(np.float64)
     peak = gray.max(initial=0.0)
+    top = 1.0 if image.mode == "F" and peak <= 1 else 255.0
     if image.mode.startswith("I;16") or peak > 255:
         top = 65535.0
-    else:
-        top = 1.0 if image.mode == "F" and peak <= 1 else 255.0
     return Image.fromarray((gray.clip(0, top) * (255 / top)).round().astype(np.uint8))
 
 

@@ -36,9 +36,8 @@ BYTES_AT_ONCE = 1 << 28  # bytes of float pixels cropped, augmented and mixed at
 
 def fits_on_device(source: ImageSource, size: Size, device: torch.device) -> bool:
     """Whether the set fits in the device's memory and gains from being there; the same answer on every run."""
-    if source.groups is not None or (device.type == "cpu" and max(size) > CPU_SIDE):
-        return False
-    return len(source) * 3 * size[0] * size[1] <= memory_budget(device)
+    gains = source.groups is None and (device.type != "cpu" or max(size) <= CPU_SIDE)
+    return gains and len(source) * 3 * size[0] * size[1] <= memory_budget(device)
 
 
 def memory_budget(device: torch.device) -> int:
