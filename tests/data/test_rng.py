@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from pictures import arrays
 from scipy import stats
 
-from vitlab.data.rng import CROP, FLIP, beta, keys, permutation, uniforms
+from vitlab.data.loader import epoch_order
+from vitlab.data.rng import CROP, FLIP, beta, keys, uniforms
 
 
 def test_splitmix_reference() -> None:
@@ -36,8 +38,9 @@ def test_beta(alpha: float) -> None:
     assert stats.kstest(draws, stats.beta(alpha, alpha).cdf).pvalue > 1e-4
 
 
-def test_permutations() -> None:
-    orders = np.stack([permutation(50, seed, epoch) for seed in range(20) for epoch in range(50)])
+def test_orders_of_epochs_are_permutations() -> None:
+    source = arrays(50)
+    orders = np.stack([epoch_order(source, seed, epoch) for seed in range(20) for epoch in range(50)])
     assert (np.sort(orders, 1) == np.arange(50)).all()
     assert len(np.unique(orders, axis=0)) == len(orders)
     counts = np.bincount(orders[:, 0], minlength=50)  # which index comes first

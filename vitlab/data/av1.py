@@ -4,6 +4,7 @@ The decoder decodes complete frames and then crops them as the container asks, s
 AV1 stream begins with a sequence header (AV1 specification, 5.5), which holds the largest size of its frames.
 """
 
+import io
 import re
 
 SEQUENCE_START = re.compile(rb"\x12\x00\x0a")  # an empty temporal delimiter, then the sequence header with its length
@@ -20,30 +21,23 @@ def largest_frame(data: bytes | bytearray) -> tuple[int, int]:
 
 def frame_size(header: bytes) -> tuple[int, int]:
     """(width, height) in a sequence header; (0, 0) in one that no still image has."""
-    bits = BitReader(header)
-    bits.read(4)  # profile, still picture
-    if bits.read(1):  # the short header of a still picture
-        bits.read(5)  # level
+    bits = io.StringIO(f"{int.from_bytes(header, 'big'):0{8 * len(header)}b}" + "0" * 1024)  # zeros beyond the end
+
+    def read(count: int) -> int:
+        return int(bits.read(count), 2)
+
+    read(4)  # profile, still picture
+    if read(1):  # the short header of a still picture
+        read(5)  # level
     else:
-        if bits.read(1):  # timing
+        if read(1):  # timing
             return 0, 0
-        delays = bits.read(1)
-        for _ in range(bits.read(5) + 1):  # operating points
-            bits.read(12)
-            if bits.read(5) > 7:
-                bits.read(1)
-            if delays and bits.read(1):
-                bits.read(4)
-    wide, high = bits.read(4) + 1, bits.read(4) + 1
-    return bits.read(wide) + 1, bits.read(high) + 1
-
-
-class BitReader:
-    """Reads bits, the highest of each byte first; zeros beyond the end."""
-
-    def __init__(self, data: bytes) -> None:
-        self.value, self.left = int.from_bytes(data, "big") << 1024, 8 * len(data) + 1024
-
-    def read(self, count: int) -> int:
-        self.left = max(0, self.left - count)
-        return self.value >> self.left & ((1 << count) - 1)
+        delays = read(1)
+        for _ in range(read(5) + 1):  # operating points
+            read(12)
+            if read(5) > 7:
+                read(1)
+            if delays and read(1):
+                read(4)
+    wide, high = read(4) + 1, read(4) + 1
+    return read(wide) + 1, read(high) + 1

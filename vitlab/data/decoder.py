@@ -18,15 +18,8 @@ from vitlab.models.config import Interpolation, Preprocess, Size
 from vitlab.text import brief
 
 ORIENTATION = 0x0112  # the EXIF tag; from 5 on, width and height are swapped
-TRANSPOSE = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+TRANSPOSE = {orientation: Image.Transpose[turn] for orientation, turn in enumerate(TURNS, 2)}
 # Pillow's names of the formats that are read. No other reader sees a file, whatever its name: some start programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "GIF", "TIFF", "JPEG2000", "PPM", "TGA")
 DEEP_COST = 4  # grays of 16 bits or more are converted as floats, which take so many times the memory
@@ -35,6 +28,7 @@ MAX_ASPECT = 50  # a longer image is cropped to this ratio first: resizing all o
 
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")  # odd tags, which do not affect the pixels
 
+Buffer = bytes | bytearray
 DecodeHint = Callable[[Size], float]  # how many times smaller an image of this size (height, width) may be decoded
 DecodeFault = Literal["broken", "unknown", "large"]
 
@@ -55,7 +49,7 @@ def readers() -> tuple[str, ...]:
 
 
 def decode_bytes(
-    data: bytes | bytearray,
+    data: Buffer,
     shrink: DecodeHint | None = None,
     formats: tuple[str, ...] | None = None,
     most_pixels: int | None = None,
@@ -81,7 +75,7 @@ def decode_bytes(
         raise DecodeError("broken", brief(error)) from None
 
 
-def check_pixel_count(image: Image.Image, data: bytes | bytearray, most: int | None) -> None:
+def check_pixel_count(image: Image.Image, data: Buffer, most: int | None) -> None:
     """Raise DecodeError for an image, or a frame inside it, of more than `most` pixels."""
     deep = image.mode.startswith(("I", "F"))
     width, height = max(image.size, largest_frame(data) if image.format == "AVIF" else (0, 0), key=math.prod)
@@ -123,10 +117,9 @@ def to_eight_bits(image: Image.Image) -> Image.Image:
     """Grays of 16 bits, of 32-bit integers and of floats as 8 bits."""
     gray = np.asarray(image).astype(np.float64)
     peak = gray.max(initial=0.0)
+    top = 1.0 if image.mode == "F" and peak <= 1 else 255.0
     if image.mode.startswith("I;16") or peak > 255:
         top = 65535.0
-    else:
-        top = 1.0 if image.mode == "F" and peak <= 1 else 255.0
     return Image.fromarray((gray.clip(0, top) * (255 / top)).round().astype(np.uint8))
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from vitlab.data.decoder import DecodeHint
 from vitlab.data.images import EXTENSIONS, decode
-from vitlab.data.source import LabeledSource
+from vitlab.data.source import ImageSource
 from vitlab.data.split_names import SPLIT_NAMES
 from vitlab.errors import UserError
 from vitlab.text import valid_text
@@ -19,7 +19,7 @@ from vitlab.text import valid_text
 log = logging.getLogger("vitlab")
 
 
-class FileSource(LabeledSource):
+class FileSource(ImageSource):
     """Image files by path; the paths are one array of bytes, which workers share without copying."""
 
     def __init__(self, root: Path, paths: list[str], labels: list[int], classes: tuple[str, ...]) -> None:

@@ -7,15 +7,15 @@ a known number of times, the cost is known; for all other files it is not, and `
 
 from dataclasses import dataclass
 
+from vitlab.data.decoder import Buffer, DecodeError
+
 MAX_SCANS = 500  # encoders write about ten, and never a hundred
 MAX_SEGMENTS = 1_000  # of a JPEG before its first scan
 MAX_CHUNKS = 20_000  # of a PNG; encoders write 8 kB or more in each
 MIN_CHUNK = 64  # bytes of a chunk on average, in a PNG with that many
 
-Buffer = bytes | bytearray
 
-
-class ImpossibleHeader(ValueError):
+class ImpossibleHeader(DecodeError):
     """A file that no encoder writes and that would cost far more than its size suggests."""
 
 
@@ -63,7 +63,7 @@ def jpeg_header(data: Buffer) -> Header | None:
         return None
     scans = data.count(b"\xff\xda", at)
     if scans > MAX_SCANS:
-        raise ImpossibleHeader(f"it has {scans:,} scans, and a photo has about ten")
+        raise ImpossibleHeader("broken", f"it has {scans:,} scans, and a photo has about ten")
     if frame is None or frame[0] > 0xC2 or not frame[1] or not frame[2]:  # only sequential and progressive
         return None
     return Header(frame[2], frame[1], scans)
@@ -78,7 +78,7 @@ def png_header(data: Buffer) -> Header | None:
         count += 1
         if count > MAX_CHUNKS:
             if at < MIN_CHUNK * count:
-                raise ImpossibleHeader(f"it is cut into more than {MAX_CHUNKS:,} tiny chunks")
+                raise ImpossibleHeader("broken", f"it is cut into more than {MAX_CHUNKS:,} tiny chunks")
             return None
     return Header(big_endian(data, 16, 4), big_endian(data, 20, 4)) if data[12:16] == b"IHDR" else None
 

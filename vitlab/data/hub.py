@@ -23,14 +23,12 @@ def splits(spec: str) -> dict[str, parquet.ParquetSource]:
     """The splits of a data set, downloaded once to the hub's own cache, which is enough when offline."""
     name, _, revision = spec.partition("@")
     repo, _, config = name.partition(":")
-    root = download(repo, revision or None)
-    files = sorted(root.rglob("*.parquet"))
-    if not files and not revision:
-        root = download(repo, CONVERTED)
+    for branch in [revision] if revision else [None, CONVERTED]:
+        root = download(repo, branch)
         files = sorted(root.rglob("*.parquet"))
-    if not files:
-        raise UserError(f"the hub's data set '{repo}' has no parquet files; download it and name its folder")
-    return parquet.splits(one_config(repo, config, files, root), root)
+        if files:
+            return parquet.splits(one_config(repo, config, files, root), root)
+    raise UserError(f"the hub's data set '{repo}' has no parquet files; download it and name its folder")
 
 
 def download(repo: str, revision: str | None) -> Path:

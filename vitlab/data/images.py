@@ -12,8 +12,8 @@ from typing import BinaryIO
 
 from PIL import Image
 
-from vitlab.data.decoder import DecodeError, DecodeFault, DecodeHint, decode_bytes
-from vitlab.data.headers import ImpossibleHeader, read_header
+from vitlab.data.decoder import Buffer, DecodeError, DecodeFault, DecodeHint, decode_bytes
+from vitlab.data.headers import read_header
 from vitlab.data.sandbox import DecodeRequest, Sandbox
 
 EXTENSIONS = frozenset(
@@ -49,12 +49,9 @@ def decode(file: str | Path | BinaryIO | bytes, name: str, shrink: DecodeHint | 
         raise BrokenImage(name, "there is not enough memory to decode it") from None
 
 
-def is_plain(data: bytes | bytearray) -> bool:
-    """Whether the cost of decoding a file is known, and small."""
-    try:
-        header = read_header(data)
-    except ImpossibleHeader as error:
-        raise DecodeError("broken", str(error)) from None
+def is_plain(data: Buffer) -> bool:
+    """Whether the cost of decoding a file is known, and small; raises ImpossibleHeader where it is absurd."""
+    header = read_header(data)
     return header is not None and header.pixels <= PLAIN_PIXELS and header.work <= PLAIN_WORK
 
 
@@ -84,5 +81,4 @@ def sandbox() -> Sandbox:
     """The process of this thread; a forked process must not use its parent's."""
     if getattr(_local, "pid", None) != os.getpid():
         _local.pid, _local.box = os.getpid(), Sandbox()
-    box: Sandbox = _local.box
-    return box
+    return _local.box

@@ -36,18 +36,16 @@ def draw_mix(key: Keys, augment: Augment) -> Mix | None:
     """How each image is mixed, from the key (b,) of the first of its pair; None where nothing is mixed."""
     if not augment.mixup and not augment.cutmix:
         return None
-    n = len(key)
-    cut = np.full(n, not augment.mixup)
-    if augment.mixup and augment.cutmix:
-        cut = uniforms(key, CUTMIX, 3)[:, 2] < 0.5
-    own, box = np.ones(n), np.zeros((n, 4))
+    draws = uniforms(key, CUTMIX, 3)
+    cut = draws[:, 2] < (0.5 if augment.mixup and augment.cutmix else float(not augment.mixup))
+    own, box = np.ones(len(key)), np.zeros((len(key), 4))
     if augment.mixup:
         share = beta(key, MIXUP, augment.mixup)
         own = np.where(cut, 1.0, np.maximum(share, 1 - share))  # an image keeps the larger weight
     if augment.cutmix:
         half = np.sqrt(1 - beta(key, CUTMIX + 100, augment.cutmix))[:, None] / 2
-        center = uniforms(key, CUTMIX, 3)[:, :2]
-        box = np.where(cut[:, None], np.concatenate([center - half, center + half], 1).clip(0, 1), 0.0)
+        corners = np.concatenate([draws[:, :2] - half, draws[:, :2] + half], 1).clip(0, 1)
+        box = np.where(cut[:, None], corners, 0.0)
     return Mix(own, box)
 
 

@@ -24,12 +24,7 @@ log = logging.getLogger("vitlab")
 
 
 def open_data(
-    spec: str,
-    *,
-    seed: int = 0,
-    subset: float | None = None,
-    per_class: int | None = None,
-    holdout: float = 0.2,
+    spec: str, *, seed: int = 0, subset: float | None = None, per_class: int | None = None, holdout: float = 0.2
 ) -> Data:
     """Open the data set named `spec`, see the list above; raises UserError where there is none or it is unusable.
 
@@ -60,7 +55,7 @@ def find_splits(spec: str) -> tuple[Mapping[str, ImageSource], float | None]:
         return builtin.splits(spec), None
     if spec.startswith("imagenet:"):
         return folder.splits(Path(spec.removeprefix("imagenet:")).expanduser()), None
-    if shards.is_shards(spec):
+    if spec.startswith(shards.PIPE) or spec.endswith(".tar"):
         return shards.splits(spec), None
     if path.is_dir():
         if any(next(path.glob(pattern), None) for pattern in ("*.parquet", "data/*.parquet", "train*/*.parquet")):

@@ -11,26 +11,38 @@ from PIL import Image
 from vitlab.data.decoder import DecodeHint
 from vitlab.data.images import MAX_FILE_BYTES, BrokenImage, decode
 from vitlab.data.rng import Ints
-from vitlab.data.source import LabeledSource
+from vitlab.data.source import ImageSource
 from vitlab.errors import UserError
 
 MAX_OPEN = 16  # files open at a time
+Index = dict[str, np.ndarray]  # offset and length of each image, and more for each kind of file
 
 
-class PackedSource(LabeledSource):
+def join_indexes(parts: list[Index]) -> Index:
+    """One index of the images in several files; adds the number of each image's file, its shard."""
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return joined | {"shard": np.repeat(np.arange(len(parts)), [len(part["offset"]) for part in parts])}
+
+
+def open_unbuffered(path: str) -> io.FileIO:
+    try:
+        return open(path, "rb", buffering=0)
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be opened: {error.strerror}") from None
+
+
+class PackedSource(ImageSource):
     """Images inside larger files, by number of the file, offset and length; pickled without its open files."""
 
-    def __init__(self, paths: list[str], labels: Ints, classes: tuple[str, ...]) -> None:
+    open_file = staticmethod(open_unbuffered)
+
+    def __init__(self, paths: list[str], index: Index, labels: Ints, classes: tuple[str, ...]) -> None:
         super().__init__(labels, classes)
-        self.paths = paths
-        self.shard = self.offset = self.length = np.zeros(0, np.int64)  # (n,), set by subclasses
+        self.paths, self.shard, self.offset, self.length = paths, index["shard"], index["offset"], index["length"]
         self.opened: dict[int, io.FileIO] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "opened": {}}
-
-    def open_file(self, path: str) -> io.FileIO:
-        return open_unbuffered(path)
 
     def read(self, file: int, offset: int, length: int) -> bytes:
         """That many bytes, or fewer where the file ends."""
@@ -41,28 +53,18 @@ class PackedSource(LabeledSource):
         return os.pread(self.opened[file].fileno(), length, offset)
 
     def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
+        length = int(self.length[index])
         try:
-            return decode(self._encoded(index), "", shrink)
+            if length < 0:
+                raise BrokenImage("", "the row holds no bytes")
+            if length > MAX_FILE_BYTES:  # a file may claim any number
+                raise BrokenImage("", f"it is larger than {MAX_FILE_BYTES >> 20} MB")
+            data = self.read(int(self.shard[index]), int(self.offset[index]), length)
+            if len(data) < length:
+                raise BrokenImage("", "its file ends before it does")
+            return decode(data, "", shrink)
         except BrokenImage as error:
             raise BrokenImage(self.name(index), error.why) from None
-
-    def _encoded(self, index: int) -> bytes:
-        length = int(self.length[index])
-        if length < 0:
-            raise BrokenImage("", "the row holds no bytes")
-        if length > MAX_FILE_BYTES:  # a file may claim any number
-            raise BrokenImage("", f"it is larger than {MAX_FILE_BYTES >> 20} MB")
-        data = self.read(int(self.shard[index]), int(self.offset[index]), length)
-        if len(data) < length:
-            raise BrokenImage("", "its file ends before it does")
-        return data
-
-
-def open_unbuffered(path: str) -> io.FileIO:
-    try:
-        return open(path, "rb", buffering=0)
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be opened: {error.strerror}") from None
 
 
 def file_state(path: str) -> str:

@@ -8,19 +8,16 @@ import json
 import logging
 import os
 import subprocess
-import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitlab.data.labels import number_names
-from vitlab.data.packed_files import PackedSource, file_state
+from vitlab.data.packed_files import Index, PackedSource, file_state, join_indexes
 from vitlab.data.rng import Ints
+from vitlab.data.sandbox import python_command
 from vitlab.data.split_names import group_by_split
 from vitlab.errors import UserError
 from vitlab.files import cache_folder, file_lock
@@ -34,24 +31,18 @@ class FlatCopy:
     """The flat copy of one parquet file, and its index."""
 
     path: str
-    index: dict[str, NDArray[Any]]
+    index: Index
     names: tuple[str, ...]  # of the classes, from the schema
     words: tuple[str, ...]  # of a label column that holds text, in the order of its numbers; else empty
-
-    def __len__(self) -> int:
-        return len(self.index["label"])
 
 
 class ParquetSource(PackedSource):
     """The rows of parquet files, one after another."""
 
     def __init__(self, files: list[str], copies: list[FlatCopy], labels: Ints, classes: tuple[str, ...]) -> None:
-        super().__init__([copy.path for copy in copies], labels, classes)
-        self.files = files
-        self.shard = np.repeat(np.arange(len(copies)), [len(copy) for copy in copies])
-        self.offset, self.length, self.name_length = (
-            np.concatenate([copy.index[key] for copy in copies]) for key in ("offset", "length", "name")
-        )
+        index = join_indexes([copy.index for copy in copies])
+        super().__init__([copy.path for copy in copies], index, labels, classes)
+        self.files, self.name_length = files, index["name"]
 
     def name(self, index: int) -> str:
         size = int(self.name_length[index])
@@ -60,9 +51,8 @@ class ParquetSource(PackedSource):
         return f"{where} row {index}" + (f" ({path})" if path else "")
 
 
-def splits(files: Iterable[Path], root: Path) -> dict[str, ParquetSource]:
+def splits(files: list[Path], root: Path) -> dict[str, ParquetSource]:
     """The splits of parquet files, by their names below `root`."""
-    files = list(files)
     for file in files:
         if not file.is_file():
             raise UserError(f"'{file}' is not a file" if file.exists() else f"there is no file '{file}'")
@@ -86,8 +76,8 @@ def class_names(copies: list[FlatCopy], root: Path) -> tuple[str, ...]:
     words = {word for copy in copies for word in copy.words}
     if words:
         return tuple(sorted(words))
-    top = max((int(copy.index["label"].max(initial=-1)) for copy in copies), default=-1)
-    return number_names(top, sum(map(len, copies)), str(root))
+    labels = np.concatenate([np.zeros(0, np.int64), *(copy.index["label"] for copy in copies)])
+    return number_names(int(labels.max(initial=-1)), len(labels), str(root))
 
 
 def labels_of(copy: FlatCopy, number: dict[str, int]) -> Ints:
@@ -95,10 +85,8 @@ def labels_of(copy: FlatCopy, number: dict[str, int]) -> Ints:
     labels: Ints = copy.index["label"]
     if not copy.words:
         return labels
-    table = np.array(
-        [*(number.get(word, -1) for word in copy.words), -1], np.int64
-    )  # the last for rows without a label
-    return table[labels]
+    numbers = [number.get(word, -1) for word in copy.words]
+    return np.array([*numbers, -1], np.int64)[labels]  # the last for rows without a label
 
 
 # ---- copies
@@ -106,18 +94,17 @@ def labels_of(copy: FlatCopy, number: dict[str, int]) -> Ints:
 
 def flat_copy(path: str) -> FlatCopy:
     """The flat copy of a parquet file, made when first needed."""
-    name = cache_folder() / "flat" / file_state(path)
+    folder = cache_folder() / "flat"
+    name = folder / file_state(path)
     try:
-        name.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         with file_lock(f"{name}.lock"):  # ranks that need the same copy wait for one
             if not Path(f"{name}.npz").exists():
                 make_copy(path, str(name))
         with np.load(f"{name}.npz", allow_pickle=False) as kept:
             index = dict(kept)
     except OSError as error:
-        raise UserError(
-            f"'{path}' cannot be copied to '{name.parent}': {error}; VITLAB_DATA names another place"
-        ) from None
+        raise UserError(f"'{path}' cannot be copied to '{folder}': {error}; VITLAB_DATA names another place") from None
     known = json.loads(index.pop("about").tobytes())
     return FlatCopy(f"{name}.bin", index, tuple(known["names"]), tuple(known["words"]))
 
@@ -127,15 +114,11 @@ def make_copy(path: str, name: str) -> None:
     if find_spec("pyarrow") is None:
         raise UserError("parquet files need the package pyarrow: pip install 'vitlab[data]'")
     part = f"{name}.part"
-    here = str(Path(__file__).parents[2])  # this package, for a Python that runs elsewhere
-    paths = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     small = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
-    environment = os.environ | small | {"PYTHONPATH": paths}
     seconds = MIN_SECONDS + os.path.getsize(path) / BYTES_PER_SECOND
-    # -P: no module from the current folder
-    command = [sys.executable, "-P", "-m", "vitlab.data.parquet_reader", path, part]
+    command = python_command(f"from vitlab.data.parquet_reader import main; main({path!r}, {part!r})")
     try:
-        done = subprocess.run(command, capture_output=True, timeout=seconds, env=environment)
+        done = subprocess.run(command, capture_output=True, timeout=seconds, env=os.environ | small)
         if done.returncode:
             raise UserError(f"'{path}' crashes the reader of parquet")
         reply = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Parquet to a flat copy, in a process of its own: `python -m vitlab.data.parquet_reader FILE COPY`.
+"""Parquet to a flat copy, in a process of its own that runs `main(FILE, COPY)`.
 
 A few bytes of parquet can expand to any amount of data: nulls in runs, one long value repeated, pages of zeros. So
 nothing else reads parquet. This process has little memory, and a crash affects no other. It writes the images one
@@ -6,9 +6,9 @@ after another to COPY.bin, their positions, labels and class names to COPY.npz, 
 output: {"note": ...} or {"error": ...}.
 """
 
+import contextlib
 import json
 import os
-import sys
 from array import array
 from typing import IO, Any
 
@@ -30,7 +30,11 @@ MAX_NAME_LENGTH = 1000  # characters of an image's name
 
 
 def main(path: str, copy: str) -> None:
-    limit_memory()
+    with contextlib.suppress(ImportError):  # not a POSIX system
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         reply = {"note": FlatCopyWriter(path, copy).write()}
     except UserError as error:
@@ -40,15 +44,6 @@ def main(path: str, copy: str) -> None:
     except Exception as error:  # the reader raises nearly anything on broken bytes
         reply = {"error": f"'{path}' cannot be read as parquet: {brief(error)}"}
     print(json.dumps(reply))
-
-
-def limit_memory() -> None:
-    try:
-        import resource
-    except ImportError:  # not a POSIX system
-        return
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 class FlatCopyWriter:
@@ -65,7 +60,6 @@ class FlatCopyWriter:
         self.labels: list[np.ndarray] = []
         self.words: dict[str, int] = {}  # labels that are text, with their numbers
         self.characters = 0
-        self.written = 0
 
     def find_column(self, known: tuple[str, ...]) -> str:
         names = self.file.schema_arrow.names
@@ -78,22 +72,15 @@ class FlatCopyWriter:
         """Write the copy; returns a warning for the user, or ""."""
         self.check_rows(self.file.metadata.num_rows)
         names, note = class_names(self.file.schema_arrow.metadata or {}, self.label)
-        columns = [self.image, self.label]
         with open(f"{self.copy}.bin", "wb") as out:
-            for batch in self.file.iter_batches(BATCH, columns=columns, use_threads=False):
+            for batch in self.file.iter_batches(BATCH, columns=[self.image, self.label], use_threads=False):
                 self.write_images(batch.column(self.image), out)
                 self.labels.append(self.to_numbers(batch.column(self.label)))
                 self.check_rows(len(self.offset))
-        about = json.dumps({"names": names, "words": list(self.words)}).encode()
+        about = np.frombuffer(json.dumps({"names": names, "words": list(self.words)}).encode(), np.uint8)
+        label = np.concatenate([np.zeros(0, np.int64), *self.labels])
         with open(f"{self.copy}.npz", "wb") as index:
-            np.savez(
-                index,
-                offset=np.array(self.offset, np.int64),
-                length=np.array(self.length, np.int64),
-                name=np.array(self.name_length, np.uint16),
-                label=np.concatenate([np.zeros(0, np.int64), *self.labels]),
-                about=np.frombuffer(about, np.uint8),
-            )
+            np.savez(index, offset=self.offset, length=self.length, name=self.name_length, label=label, about=about)
         return note and f"'{self.path}': {note}"
 
     def check_rows(self, count: int) -> None:
@@ -105,25 +92,26 @@ class FlatCopyWriter:
     def write_images(self, column: Any, out: IO[bytes]) -> None:
         """Write each image's name, then its bytes; the length of a row without bytes is -1."""
         for row in getattr(column, "dictionary_decode", lambda: column)():
-            data, name = image_parts(row)
-            if not (data is None or hasattr(data, "as_buffer")):
-                raise UserError(
-                    f"the column '{self.image}' of '{self.path}' holds {data.type}, not the bytes of images"
-                )
-            buffer = None if data is None or not data.is_valid else data.as_buffer()
+            buffer, name = self.image_parts(row)
             size = -1 if buffer is None else buffer.size
-            self.offset.append(self.written + len(name))
+            out.write(name)
+            self.offset.append(out.tell())
             self.length.append(size)
             self.name_length.append(len(name))
-            out.write(name)
-            self.written += len(name)
             if buffer is not None and size <= MAX_FILE_BYTES:  # a larger one counts as broken
                 out.write(buffer)
-                self.written += size
-            if self.written > FREE_BYTES + MAX_GROWTH * self.size:
+            if out.tell() > FREE_BYTES + MAX_GROWTH * self.size:
                 raise UserError(
                     f"'{self.path}' unpacks to more than {MAX_GROWTH} times its size; is it what it claims to be?"
                 )
+
+    def image_parts(self, row: Any) -> tuple[Any, bytes]:
+        """An image's bytes, or None, and its name, from the hub's pairs or from a plain column."""
+        data, path = (row.get("bytes"), row.get("path")) if hasattr(row, "items") else (row, None)
+        if not (data is None or hasattr(data, "as_buffer")):
+            raise UserError(f"the column '{self.image}' of '{self.path}' holds {data.type}, not the bytes of images")
+        name = "" if path is None or not path.is_valid else to_text(path)[-MAX_NAME_LENGTH:]
+        return None if data is None or not data.is_valid else data.as_buffer(), name.encode()
 
     def to_numbers(self, column: Any) -> np.ndarray:
         """Labels as numbers; text is numbered in order of appearance; -1 where there is none."""
@@ -152,15 +140,6 @@ class FlatCopyWriter:
         return self.words[word]
 
 
-def image_parts(row: Any) -> tuple[Any, bytes]:
-    """An image's bytes and name, from the hub's pairs or from a plain column."""
-    if not hasattr(row, "items"):
-        return row, b""
-    data, path = row.get("bytes"), row.get("path")
-    name = "" if path is None or not path.is_valid else to_text(path)[-MAX_NAME_LENGTH:]
-    return data, name.encode()
-
-
 def to_text(value: Any) -> str:
     if hasattr(value, "as_buffer"):
         return value.as_buffer().to_pybytes().decode("utf-8", "backslashreplace")
@@ -169,25 +148,17 @@ def to_text(value: Any) -> str:
 
 def class_names(metadata: dict[bytes, bytes], column: str) -> tuple[list[str], str]:
     """The class names that the hub keeps in the schema, and a warning where they cannot be used, or ""."""
-    if b"huggingface" not in metadata:
-        return [], ""
-    bad = "the class names in its schema cannot be read and are not used"
+    bad: tuple[list[str], str] = [], "the class names in its schema cannot be read and are not used"
     try:
-        found = json.loads(metadata[b"huggingface"])
-    except (ValueError, RecursionError):
-        return [], bad
-    for key in ("info", "features", column, "names"):
-        if not isinstance(found, dict):
-            return [], bad
-        found = found.get(key)
-        if found is None:
-            return [], ""
-    if not (isinstance(found, list) and all(isinstance(name, str) and len(name) <= MAX_LABEL_LENGTH for name in found)):
-        return [], bad
-    if are_too_many(len(found), sum(map(len, found))):
-        return [], bad
+        found = json.loads(metadata.get(b"huggingface", b"{}"))
+        for key in ("info", "features", column, "names"):
+            found = found.get(key)
+            if found is None:
+                return [], ""
+    except (ValueError, RecursionError, AttributeError):  # no JSON, or no objects inside each other
+        return bad
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        return bad
+    if max(map(len, found), default=0) > MAX_LABEL_LENGTH or are_too_many(len(found), sum(map(len, found))):
+        return bad
     return [valid_text(name) for name in found], ""
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

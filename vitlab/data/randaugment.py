@@ -71,18 +71,12 @@ def strength(level: float) -> float:
 
 def affine_matrices(chosen: Ints, level: Floats, h: int, w: int) -> Floats:
     """Maps from a pixel to its source, (n, 2, 3), x first; pixel centers are at halves."""
-    m = np.zeros((len(chosen), 2, 3))
-    m[:, 0, 0] = m[:, 1, 1] = 1
-    turn = np.where(chosen == 0, np.radians(30) * level, 0.0)
-    cos, sin = np.cos(turn), np.sin(turn)
-    m[:, 0, 0], m[:, 0, 1], m[:, 1, 0], m[:, 1, 1] = cos, sin, -sin, cos
-    m[:, 0, 2] = w / 2 - cos * w / 2 - sin * h / 2  # about the center
-    m[:, 1, 2] = h / 2 + sin * w / 2 - cos * h / 2
-    m[:, 0, 1] -= np.where(chosen == 1, 0.3 * level, 0.0)  # about the corner, as the authors do
-    m[:, 1, 0] -= np.where(chosen == 2, 0.3 * level, 0.0)
-    m[:, 0, 2] -= np.where(chosen == 3, np.rint(TRANSLATION * level * w), 0.0)
-    m[:, 1, 2] -= np.where(chosen == 4, np.rint(TRANSLATION * level * h), 0.0)
-    return m
+    turn, shear_x, shear_y, shift_x, shift_y = (np.where(chosen == i, level, 0.0) for i in range(len(AFFINE)))
+    cos, sin = np.cos(np.radians(30) * turn), np.sin(np.radians(30) * turn)
+    right = w / 2 - cos * w / 2 - sin * h / 2 - np.rint(TRANSLATION * shift_x * w)  # rotated about the center
+    down = h / 2 + sin * w / 2 - cos * h / 2 - np.rint(TRANSLATION * shift_y * h)
+    # sheared about the corner, as the authors do
+    return np.stack([cos, sin - 0.3 * shear_x, right, -sin - 0.3 * shear_y, cos, down], 1).reshape(-1, 2, 3)
 
 
 def affine(pixels: Tensor, matrix: Floats) -> Tensor:

@@ -36,9 +36,8 @@ BYTES_AT_ONCE = 1 << 28  # bytes of float pixels cropped, augmented and mixed at
 
 def fits_on_device(source: ImageSource, size: Size, device: torch.device) -> bool:
     """Whether the set fits in the device's memory and gains from being there; the same answer on every run."""
-    if source.groups is not None or (device.type == "cpu" and max(size) > CPU_SIDE):
-        return False
-    return len(source) * 3 * size[0] * size[1] <= memory_budget(device)
+    gains = source.groups is None and (device.type != "cpu" or max(size) <= CPU_SIDE)
+    return gains and len(source) * 3 * size[0] * size[1] <= memory_budget(device)
 
 
 def memory_budget(device: torch.device) -> int:
@@ -61,13 +60,10 @@ class ResidentSet:
         self.ratio: Floats = np.ones(len(source))
         self.pixels = torch.zeros(len(source), 3, *self.stored, dtype=torch.uint8, device=device)  # (n, 3, H, W)
         self.broken: list[BrokenEntry] = []
-        start = 0
         for chunk in read_all(StretchReader(source, self.stored, preprocess), len(source), workers, "decoding once"):
-            part = slice(start, start + len(chunk.index))
-            self.pixels[part] = chunk.pixels.to(device)
-            self.ratio[part] = chunk.ratio.numpy()
+            self.pixels[chunk.index] = chunk.pixels.to(device)
+            self.ratio[chunk.index.numpy()] = chunk.ratio.numpy()
             self.broken += chunk.broken
-            start = part.stop
         self.good = replace_broken(len(source), [index for index, _, _ in self.broken])
 
     def augmented(self, index: Ints, key: Keys, augment: Augment) -> tuple[Tensor, Tensor]:

@@ -44,11 +44,6 @@ def to_unit(bits: Keys) -> Floats:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def permutation(n: int, seed: int, epoch: int) -> Ints:
-    """The order of an epoch: indices sorted by the hash of (seed, epoch, index)."""
-    return np.argsort(keys(seed, epoch, ORDER, np.arange(n)), kind="stable")
-
-
 def beta(key: Keys, purpose: int, alpha: float) -> Floats:
     """Samples of Beta(alpha, alpha), 0 < alpha <= 1, by Jöhnk's rejection; one in 2^32 fails and is 1/2."""
     samples = np.full(len(key), 0.5)

@@ -24,7 +24,7 @@ from typing import Any
 
 from PIL import Image
 
-from vitlab.data.decoder import DecodeError, DecodeHint, decode_bytes, frame_image
+from vitlab.data.decoder import Buffer, DecodeError, DecodeHint, decode_bytes, frame_image
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
 from vitlab.settings import check_types, from_json, to_json
@@ -66,7 +66,7 @@ class Sandbox:
         self.lock = threading.Lock()  # held while starting or killing the process
         self.closed = False
 
-    def decode(self, data: bytes | bytearray, request: DecodeRequest, shrink: DecodeHint | None = None) -> Image.Image:
+    def decode(self, data: Buffer, request: DecodeRequest, shrink: DecodeHint | None = None) -> Image.Image:
         """The upright RGB image; raises DecodeError where it cannot be decoded within the budget."""
         deadline = time.monotonic() + self.budget.wall
         for last in (False, True):
@@ -77,14 +77,11 @@ class Sandbox:
                 raise DecodeError("broken", f"it took longer than {self.budget.wall:g} s to decode") from None
             except (OSError, EOFError):
                 code = self._exit_code()
-                killed = code in (-signal.SIGKILL, -signal.SIGTERM)  # from outside: not because of the image
-                if last or not killed:
+                if last or code not in (-signal.SIGKILL, -signal.SIGTERM):  # signals from outside, not due to the image
                     raise DecodeError("broken", self._reason(code)) from None
         raise AssertionError("unreachable")
 
-    def _request(
-        self, data: bytes | bytearray, request: DecodeRequest, shrink: DecodeHint | None, deadline: float
-    ) -> Image.Image:
+    def _request(self, data: Buffer, request: DecodeRequest, shrink: DecodeHint | None, deadline: float) -> Image.Image:
         wire = self.start()
         send(wire, {**to_json(request), "bytes": len(data), "shrink": shrink is not None}, data, deadline)
         answer = receive_header(wire, deadline)
@@ -102,10 +99,9 @@ class Sandbox:
                 raise EOFError
             if self.wire is None or self.process is None or self.process.poll() is not None:
                 self._drop()
-                ours, theirs = socket.socketpair()
+                self.wire, theirs = socket.socketpair()
                 with theirs:
                     self.process = launch(theirs, self.budget, self.nice)
-                self.wire = ours
             return self.wire
 
     def kill(self, *, close: bool = False) -> None:
@@ -139,8 +135,8 @@ class Sandbox:
             return "decoding it was stopped"
         if code == -signal.SIGXCPU:
             return f"it took more than {self.budget.cpu} s of a core to decode"
-        if code == 1:  # Python had no memory left even for an answer
-            return too_much_memory(self.budget.memory)
+        if code == 1:  # a MemoryError
+            return f"it needs more than {self.budget.memory / 1e9:.1f} GB to decode"
         return f"its decoder crashed ({code})"
 
     def __del__(self) -> None:
@@ -148,36 +144,35 @@ class Sandbox:
             self.kill()
 
 
-def too_much_memory(memory: int) -> str:
-    return f"it needs more than {memory / 1e9:.1f} GB to decode"
-
-
 def launch(theirs: socket.socket, budget: Budget, nice: int) -> "subprocess.Popen[bytes]":
-    """Start an interpreter that finds its modules where this one does, and none in the current folder (-P)."""
-    paths = [path for path in sys.path if path]
-    code = f"import sys; sys.path[:] = {paths!r}; from vitlab.data.sandbox import serve; serve({theirs.fileno()}"
-    command = [sys.executable, "-P", "-c", f"{code}, {budget.cpu}, {budget.memory}, {nice})"]
-    single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # each thread of a library reserves address space
+    """Start the process, with its end of the connection."""
+    file, null = theirs.fileno(), subprocess.DEVNULL
+    serving = f"from vitlab.data.sandbox import serve; serve({file}, {budget.cpu}, {budget.memory}, {nice})"
+    env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # each thread reserves address space
     try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | single,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C in the terminal is handled by the caller
+        return subprocess.Popen(  # a session of its own, since Ctrl-C in the terminal is handled by the caller
+            python_command(serving),
+            stdin=null,
+            stdout=null,
+            stderr=null,
+            env=env,
+            pass_fds=[file],
+            start_new_session=True,
         )
     except OSError as error:
         raise UserError(f"no process to decode images in could be started: {error.strerror or error}") from None
 
 
+def python_command(code: str) -> list[str]:
+    """Runs code in an interpreter that finds its modules where this one does, and none in the current folder (-P)."""
+    paths = [path for path in sys.path if path]
+    return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {paths!r}; {code}"]
+
+
 # ---- messages
 
 
-def send(
-    wire: socket.socket, header: dict[str, Any], data: bytes | bytearray = b"", deadline: float | None = None
-) -> None:
+def send(wire: socket.socket, header: dict[str, Any], data: Buffer = b"", deadline: float | None = None) -> None:
     wire.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
     text = json.dumps(header).encode()
     wire.sendall(LENGTH.pack(len(text)) + text)
@@ -221,21 +216,32 @@ def receive_image(wire: socket.socket, size: tuple[int, int], deadline: float) -
 
 
 def serve(file: int, cpu: int, memory: int, nice: int) -> None:
-    """Answer requests until the caller closes the connection."""
+    """Answer requests until the caller closes the connection, each within `cpu` seconds of a core; write no files.
+
+    The address space is limited to `memory` bytes more than now, where its current size can be read.
+    """
+    import resource  # on POSIX systems only, as is this process
+
     wire = socket.socket(fileno=file)
     Image.MAX_IMAGE_PIXELS = None  # the limits here are stricter
     Image.init()
     os.nice(nice)
-    limit_memory(memory)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as about:
+        own = int(about.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (own + memory, own + memory))
     with contextlib.suppress(EOFError, OSError):
         while True:
             header = receive_header(wire)
             data = receive(wire, header["bytes"])
-            limit_time(cpu)
-            answer_request(wire, header, data, memory)
+            used = int(time.process_time()) + 1  # the system counts from the start of the process
+            resource.setrlimit(resource.RLIMIT_CPU, (used + cpu, resource.RLIM_INFINITY))
+            answer_request(wire, header, data)
 
 
-def answer_request(wire: socket.socket, header: dict[str, Any], data: bytearray, memory: int) -> None:
+def answer_request(wire: socket.socket, header: dict[str, Any], data: bytearray) -> None:
+    """Answer one request; a MemoryError ends the process, which the caller replaces."""
     request = from_json(DecodeRequest, {key: header[key] for key in ("formats", "most_pixels", "size", "preprocess")})
 
     def ask(size: Size) -> float:
@@ -248,28 +254,7 @@ def answer_request(wire: socket.socket, header: dict[str, Any], data: bytearray,
             image = frame_image(image, request.size, request.preprocess)
     except DecodeError as error:
         send(wire, {"fault": error.fault, "why": error.why})
-    except MemoryError:
-        send(wire, {"fault": "broken", "why": too_much_memory(memory)})
     else:
         send(wire, {"width": image.width, "height": image.height})
         for top, bottom in bands(image.size):
             wire.sendall(image.crop((0, top, image.width, bottom)).tobytes())
-
-
-def limit_memory(memory: int) -> None:
-    """Limit the address space, where its current size can be read, and forbid writing files."""
-    import resource  # on POSIX systems only, as is this process
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as file:
-        own = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (own + memory, own + memory))
-
-
-def limit_time(cpu: int) -> None:
-    """Allow so many seconds of a core from now on; the system counts from the start of the process."""
-    import resource
-
-    used = int(time.process_time()) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (used + cpu, resource.RLIM_INFINITY))

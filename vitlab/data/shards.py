@@ -11,17 +11,23 @@ import io
 import os
 import re
 import subprocess
-import tarfile
 from glob import glob
 from pathlib import Path
-from typing import Any
+from tarfile import ReadError, TarFile, TarInfo
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitlab.data.images import EXTENSIONS
 from vitlab.data.labels import MAX_LABEL_LENGTH, MAX_TOTAL_LENGTH, are_too_many, number_names
-from vitlab.data.packed_files import MAX_OPEN, PackedSource, file_state, open_unbuffered, short_digest
+from vitlab.data.packed_files import (
+    MAX_OPEN,
+    Index,
+    PackedSource,
+    file_state,
+    join_indexes,
+    open_unbuffered,
+    short_digest,
+)
 from vitlab.data.rng import Ints
 from vitlab.data.split_names import group_by_split
 from vitlab.errors import UserError
@@ -35,24 +41,21 @@ MAX_SHARDS, MAX_MEMBERS = 1_000_000, 2_000_000  # that braces may expand to; fil
 MAX_KEY_BYTES, MAX_HEADER_BYTES = 512, 4096
 
 
-def is_shards(spec: str) -> bool:
-    return spec.startswith(PIPE) or spec.endswith(".tar")
-
-
 class ShardSource(PackedSource):
     """Images inside tar files, by file, offset and length; `index` is that of `index_shards`."""
 
-    def __init__(self, urls: list[str], index: dict[str, NDArray[Any]], labels: Ints, classes: tuple[str, ...]) -> None:
-        super().__init__(urls, labels, classes)
+    def __init__(self, urls: list[str], index: Index, labels: Ints, classes: tuple[str, ...]) -> None:
+        super().__init__(urls, index, labels, classes)
         self.urls, self.keys = urls, index["key"]
-        self.shard, self.offset, self.length = index["shard"], index["offset"], index["length"]
         self.groups = self.shard if urls[0].startswith(PIPE) else None
 
     def name(self, index: int) -> str:
         return f"{self.urls[self.shard[index]]}: {self.keys[index].decode('utf-8', 'replace')}"
 
-    def open_file(self, path: str) -> io.FileIO:
-        return open_shard(path)
+    @staticmethod
+    def open_file(url: str) -> io.FileIO:
+        """Open a shard; a piped one is fetched first."""
+        return fetch(url) if url.startswith(PIPE) else open_unbuffered(url)
 
 
 def splits(spec: str) -> dict[str, ShardSource]:
@@ -70,12 +73,11 @@ def splits(spec: str) -> dict[str, ShardSource]:
         images = sum(len(table["label"]) for table in tables.values())
         classes = number_names(max(map(int, words), default=-1), images, spec)
     classes = tuple(sorted(words)) if classes is None else classes
-    number = {name: i for i, name in enumerate(classes)}
+    number = {word: int(word) for word in words} if numeric else {name: i for i, name in enumerate(classes)}
     sources = {}
-    for split, parts in grouped.items():
-        labels = map(to_text, tables[split]["label"])
-        numbers = [int(word) if numeric else number.get(word, -1) for word in labels]
-        sources[split] = ShardSource(parts, tables[split], np.array(numbers, np.int64), classes)
+    for split, table in tables.items():
+        labels = np.array([number.get(to_text(word), -1) for word in table["label"]], np.int64)
+        sources[split] = ShardSource(grouped[split], table, labels, classes)
     return sources
 
 
@@ -116,7 +118,7 @@ def expand(spec: str) -> list[str]:
 # ---- the index
 
 
-def index_shards(urls: list[str]) -> dict[str, NDArray[Any]]:
+def index_shards(urls: list[str]) -> Index:
     """The shard, offset, length, key and label of every image of the shards; cached."""
     tables = []
     for url in track(urls, "indexing shards"):
@@ -127,9 +129,7 @@ def index_shards(urls: list[str]) -> dict[str, NDArray[Any]]:
                 np.savez(file, **table)  # type: ignore[arg-type]
         with np.load(cache, allow_pickle=False) as kept:
             tables.append(dict(kept))
-    merged = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
-    merged["shard"] = np.repeat(np.arange(len(urls)), [len(table["key"]) for table in tables])
-    return merged
+    return join_indexes(tables)
 
 
 def cache_name(url: str) -> str:
@@ -137,10 +137,10 @@ def cache_name(url: str) -> str:
     return short_digest(url) if url.startswith(PIPE) else file_state(url)
 
 
-def scan(url: str) -> dict[str, NDArray[Any]]:
+def scan(url: str) -> Index:
     """The index of one shard, in one pass. An image's key is its path up to the first dot of its name."""
     try:
-        with open_shard(url) as file, tarfile.open(fileobj=LimitedReads(file), mode="r:") as tar:  # type: ignore[call-overload]
+        with ShardSource.open_file(url) as file, TarFile.open(fileobj=LimitedReads(file), mode="r:") as tar:  # type: ignore[call-overload]
             positions, labels = read_members(tar)
     except UserError:
         raise
@@ -166,29 +166,27 @@ class LimitedReads:
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= MAX_HEADER_BYTES:
-            raise tarfile.ReadError(f"a header claims to be {size:,} bytes long")
+            raise ReadError(f"a header claims to be {size:,} bytes long")
         return self.file.read(size)
 
 
-def read_members(tar: tarfile.TarFile) -> tuple[dict[bytes, tuple[int, int]], dict[bytes, bytes]]:
+def read_members(tar: TarFile) -> tuple[dict[bytes, tuple[int, int]], dict[bytes, bytes]]:
     """Offset and length of each image, and its label, by key."""
     positions: dict[bytes, tuple[int, int]] = {}
     labels: dict[bytes, bytes] = {}
-    count = 0
-    while (member := tar.next()) is not None:
+    for count, member in enumerate(iter(tar.next, None), 1):
         tar.members.clear()  # type: ignore[attr-defined]  # else it keeps them all
-        count += 1
         if count > MAX_MEMBERS:
-            raise tarfile.ReadError(f"it has more than {MAX_MEMBERS:,} members; make smaller shards")
+            raise ReadError(f"it has more than {MAX_MEMBERS:,} members; make smaller shards")
         if member.size < 0:  # would make tarfile read the same header forever
-            raise tarfile.ReadError(f"a member claims a size of {member.size}")
+            raise ReadError(f"a member claims a size of {member.size}")
         folder, name = os.path.split(member.name)
         stem, _, extension = name.partition(".")
         if not member.isfile() or member.issparse() or name.startswith("."):
             continue
         key = os.path.join(folder, stem).encode("utf-8", "surrogateescape")
         if len(key) > MAX_KEY_BYTES:
-            raise tarfile.ReadError(f"a member's name is {len(key):,} bytes long; {MAX_KEY_BYTES} are the most")
+            raise ReadError(f"a member's name is {len(key):,} bytes long; {MAX_KEY_BYTES} are the most")
         if extension == "cls":
             labels[key] = read_label(tar, member)
         elif f".{extension.lower()}" in EXTENSIONS:
@@ -196,20 +194,13 @@ def read_members(tar: tarfile.TarFile) -> tuple[dict[bytes, tuple[int, int]], di
     return positions, labels
 
 
-def read_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+def read_label(tar: TarFile, member: TarInfo) -> bytes:
     if member.size > MAX_LABEL_LENGTH:
-        raise tarfile.ReadError(
-            f"the label '{member.name}' is {member.size:,} bytes long; {MAX_LABEL_LENGTH} are the most"
-        )
+        raise ReadError(f"the label '{member.name}' is {member.size:,} bytes long; {MAX_LABEL_LENGTH} are the most")
     return (tar.extractfile(member) or io.BytesIO()).read().strip()
 
 
-# ---- opening
-
-
-def open_shard(url: str) -> io.FileIO:
-    """Open a shard; a piped one is fetched first."""
-    return fetch(url) if url.startswith(PIPE) else open_unbuffered(url)
+# ---- piped shards
 
 
 def fetch(url: str) -> io.FileIO:

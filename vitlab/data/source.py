@@ -1,7 +1,6 @@
 """What a data set is: sources of labeled images with random access, and the splits of a set."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,26 +10,24 @@ from vitlab.data.decoder import DecodeHint
 from vitlab.data.rng import Ints
 
 
-class ImageSource(Protocol):
-    """Labeled images with random access; pickled to the loader's workers."""
+class ImageSource:
+    """Labeled images with random access; pickled to the loader's workers. Subclasses read the images."""
 
-    classes: tuple[str, ...]
-    labels: Ints  # (n,)
+    groups: Ints | None = None  # (n,) the shard of each image, where shards are best read one after another
 
-    def __len__(self) -> int: ...
+    def __init__(self, labels: Ints, classes: tuple[str, ...]) -> None:
+        self.labels, self.classes = labels, classes  # labels: (n,)
 
-    @property
-    def groups(self) -> Ints | None:
-        """(n,) the shard of each image, where shards are best read one after another."""
-        ...
+    def __len__(self) -> int:
+        return len(self.labels)
 
     def name(self, index: int) -> str:
         """The file or row, for logs."""
-        ...
+        raise NotImplementedError
 
     def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         """The upright RGB image; raises BrokenImage. `shrink` allows a smaller one, see decoder.py."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -54,22 +51,7 @@ class Data:
         return {name: source for name, source in named.items() if source is not None}
 
 
-class LabeledSource:
-    """What all sources share; subclasses read the images."""
-
-    groups: Ints | None = None
-
-    def __init__(self, labels: Ints, classes: tuple[str, ...]) -> None:
-        self.labels, self.classes = labels, classes
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def name(self, index: int) -> str:
-        raise NotImplementedError
-
-
-class ArraySource(LabeledSource):
+class ArraySource(ImageSource):
     """Images held as one array (n, height, width, 3) of uint8."""
 
     def __init__(self, title: str, pixels: NDArray[np.uint8], labels: Ints, classes: tuple[str, ...]) -> None:
@@ -83,7 +65,7 @@ class ArraySource(LabeledSource):
         return Image.fromarray(self.pixels[index])
 
 
-class Subset(LabeledSource):
+class Subset(ImageSource):
     """Some images of a source, by index."""
 
     def __init__(self, source: ImageSource, indices: Ints) -> None:

@@ -36,9 +36,7 @@ class SplitSummary:
 class Summary:
     """The contents of a data set."""
 
-    name: str
-    note: str
-    classes: tuple[str, ...]
+    data: Data
     splits: dict[str, SplitSummary]
     duplicates: list[tuple[str, str]]  # (in train, in another split) with the same pixels
 
@@ -46,16 +44,12 @@ class Summary:
 def summarize(data: Data, workers: int = 0) -> Summary:
     """Decode every image once and collect sizes, broken files and images that are in two splits."""
     splits = {name: inspect_split(source, workers) for name, source in data.splits.items()}
-    train = splits["train"].hashes
-    first = {int(value): i for i, value in reversed(list(enumerate(train))) if value}
-    duplicates = [
-        (data.train.name(first[int(value)]), source.name(i))
-        for name, source in data.splits.items()
-        if name != "train"
-        for i, value in enumerate(splits[name].hashes)
-        if int(value) in first
-    ]
-    return Summary(data.name, data.note, data.classes, splits, duplicates)
+    first = {value: i for i, value in reversed(list(enumerate(splits["train"].hashes.tolist()))) if value}
+    duplicates = []
+    for split in [name for name in splits if name != "train"]:
+        source, hashes = data.splits[split], enumerate(splits[split].hashes.tolist())
+        duplicates += [(data.train.name(first[value]), source.name(i)) for i, value in hashes if value in first]
+    return Summary(data, splits, duplicates)
 
 
 def class_counts(source: ImageSource) -> Ints:
@@ -79,7 +73,7 @@ class InspectReader(ImageReader):
         digest = hashlib.blake2b(repr(image.size).encode() + image.tobytes(), digest_size=8).digest()
         return torch.tensor([image.height, image.width, int.from_bytes(digest, "big", signed=True)])
 
-    def blank(self) -> Tensor:
+    def blank(self, broken: list[BrokenEntry]) -> Tensor:
         return torch.zeros(3, dtype=torch.int64)
 
 
@@ -93,28 +87,26 @@ def class_warnings(data: Data) -> list[str]:
     for split, counts in (("training", train), ("test", test)):
         missing = [data.classes[i] for i in np.flatnonzero(counts == 0)]
         if missing:
-            share = f"{len(missing)} of {len(data.classes)} classes"
-            warnings.append(f"{share} have no {split} images: {name_some(missing)}")
+            warnings.append(
+                f"{len(missing)} of {len(data.classes)} classes have no {split} images: {name_some(missing)}"
+            )
     tiny = [data.classes[i] for i in np.flatnonzero((train > 0) & (train < FEW_IMAGES))]
     if tiny:
         warnings.append(f"{len(tiny)} classes have fewer than {FEW_IMAGES} training images: {name_some(tiny)}")
-    present = train[train > 0]
-    if present.max() >= IMBALANCE * present.min():
-        large, small = (
-            data.classes[int(i)] for i in (train.argmax(), np.where(train > 0, train, train.max()).argmin())
-        )
-        warnings.append(
-            f"the classes are uneven: {present.max()} training images of '{large}', {present.min()} of '{small}'"
-        )
+    present = np.flatnonzero(train)
+    most, least = present[train[present].argmax()], present[train[present].argmin()]
+    if train[most] >= IMBALANCE * train[least]:
+        large, small = f"{train[most]} training images of '{data.classes[most]}'", f"'{data.classes[least]}'"
+        warnings.append(f"the classes are uneven: {large}, {train[least]} of {small}")
     return warnings
 
 
 def image_warnings(summary: Summary) -> list[str]:
     """Problems of the images: broken ones, and those that are in two splits."""
-    warnings = []
-    for name, split in summary.splits.items():
-        if split.broken:
-            warnings.append(f"{len(split.broken)} broken images in {name}: {name_some([b[1] for b in split.broken])}")
+    broken = {split: [name for _, name, _ in found.broken] for split, found in summary.splits.items()}
+    warnings = [
+        f"{len(names)} broken images in {split}: {name_some(names)}" for split, names in broken.items() if names
+    ]
     if summary.duplicates:
         one, other = summary.duplicates[0]
         warnings.append(f"{len(summary.duplicates)} images outside train are also in train, such as {other} = {one}")
@@ -127,7 +119,8 @@ def name_some(names: list[str]) -> str:
 
 def tables(summary: Summary) -> Iterator[Table]:
     """The summary as tables for a terminal: one of the splits, one of the classes."""
-    table = Table("split", title=f"{printable(summary.name)}: {len(summary.classes)} classes", caption=summary.note)
+    data, classes = summary.data, summary.data.classes
+    table = Table("split", title=f"{printable(data.name)}: {len(classes)} classes", caption=data.note)
     for heading in ("images", "per class", "height", "width", "broken"):
         table.add_column(heading, justify="right")
     for name, split in summary.splits.items():
@@ -135,12 +128,12 @@ def tables(summary: Summary) -> Iterator[Table]:
         table.add_row(name, f"{split.counts.sum():,}", value_range(split.counts), *sides, str(len(split.broken)))
     yield table
     counts = Table("class", *summary.splits, title="images per class")
-    shown = sorted(range(len(summary.classes)), key=lambda i: -summary.splits["train"].counts[i])
+    shown = sorted(range(len(classes)), key=lambda i: -summary.splits["train"].counts[i])
     if len(shown) > 2 * ROWS:
         shown = [*shown[:ROWS], -1, *shown[-ROWS:]]
     for i in shown:
         row = ["…" if i < 0 else str(split.counts[i]) for split in summary.splits.values()]
-        counts.add_row("…" if i < 0 else printable(summary.classes[i])[:NAME_LENGTH], *row)
+        counts.add_row("…" if i < 0 else printable(classes[i])[:NAME_LENGTH], *row)
     yield counts
 
 

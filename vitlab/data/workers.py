@@ -4,11 +4,10 @@ import itertools
 import math
 import signal
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset, default_convert
 from vitlab.data.decoder import DecodeHint
 from vitlab.data.images import BrokenImage
 from vitlab.data.randaugment import randaugment
-from vitlab.data.source import ImageSource
 from vitlab.data.transforms import Augment, crop_and_resize, crop_boxes, draw_flips, eval_pixels, shrink_for_crop
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
@@ -36,6 +34,8 @@ BrokenEntry = tuple[int, str, str]  # index, name, reason
 
 class Images(Protocol):
     """Images by index; every ImageSource is one."""
+
+    def __len__(self) -> int: ...
 
     def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image: ...
 
@@ -58,40 +58,42 @@ class Chunk:
 class ImageReader(Dataset[Chunk]):
     """Reads the images of a chunk; subclasses define the tensor that each becomes.
 
-    A broken image is listed in the chunk and its tensor is `blank()`, unless a subclass finds a replacement.
+    A broken image is listed in the chunk. Where `tries` is more than 1, the next good one replaces it.
     """
 
     source: Images
+    tries: ClassVar[int] = 1  # the most images read, one after another, until one is good
 
     def convert(self, image: Image.Image, key: int) -> Tensor:
         """The tensor of an image."""
         raise NotImplementedError
 
-    def blank(self) -> Tensor:
-        """The tensor in place of a broken image."""
-        raise NotImplementedError
+    def blank(self, broken: list[BrokenEntry]) -> Tensor:
+        """The tensor in place of an image, where all that were tried are broken: black."""
+        return self.convert(Image.new("RGB", (1, 1)), 0)
 
     def shrink(self, key: int) -> DecodeHint | None:
         """How much smaller an image may be decoded; None: not at all."""
         return None
 
-    def read(self, index: int, key: int) -> tuple[int, Image.Image | None, list[BrokenEntry]]:
-        """The image at an index, None where it is broken; the index it came from; the broken images met."""
-        try:
-            return index, self.source.image(index, self.shrink(key)), []
-        except BrokenImage as error:
-            return index, None, [(index, error.name, error.why)]
+    def read(self, index: int, key: int) -> tuple[Tensor, int, float, list[BrokenEntry]]:
+        """The tensor of the first good image from an index on, its index and ratio, and the broken images met."""
+        broken: list[BrokenEntry] = []
+        for place in range(index, index + min(self.tries, len(self.source))):
+            place %= len(self.source)
+            try:
+                image = self.source.image(place, self.shrink(key))
+            except BrokenImage as error:
+                broken.append((place, error.name, error.why))
+            else:
+                return self.convert(image, key), place, image.width / image.height, broken
+        return self.blank(broken), index, 1.0, broken
 
     def read_chunk(self, samples: Samples) -> Chunk:
-        tensors, indices, broken, ratios = [], [], [], []
-        for sample, key in samples:
-            index, image, skipped = self.read(sample, key)
-            tensors.append(self.blank() if image is None else self.convert(image, key))
-            ratios.append(1.0 if image is None else image.width / image.height)
-            indices.append(index)
-            broken += skipped
+        tensors, indices, ratios, met = zip(*(self.read(index, key) for index, key in samples), strict=True)
+        broken = tuple(itertools.chain.from_iterable(met))
         ratio = torch.tensor(ratios, dtype=torch.float64)
-        return Chunk(torch.stack(tensors), torch.tensor(indices), tuple(broken), ratio=ratio)
+        return Chunk(torch.stack(tensors), torch.tensor(indices), broken, ratio=ratio)
 
     def __getitems__(self, samples: Samples) -> Chunk:
         """For DataLoader. A UserError is returned as a value: raised in a worker, it would arrive as a traceback."""
@@ -111,30 +113,18 @@ class EvalReader(ImageReader):
     def convert(self, image: Image.Image, key: int) -> Tensor:
         return eval_pixels(image, self.size, self.preprocess)
 
-    def blank(self) -> Tensor:
-        return torch.zeros(3, *self.size, dtype=torch.uint8)
-
 
 @dataclass
-class TrainReader(ImageReader):
+class TrainReader(EvalReader):
     """Augments images as their keys determine, (3, h, w) uint8; the next good image replaces a broken one."""
 
-    source: ImageSource
-    size: Size
-    preprocess: Preprocess
     augment: Augment
+    tries: ClassVar[int] = MAX_BROKEN_RUN
 
     def shrink(self, key: int) -> DecodeHint:
         return shrink_for_crop(key, self.size, self.augment, self.preprocess)
 
-    def read(self, index: int, key: int) -> tuple[int, Image.Image, list[BrokenEntry]]:
-        broken: list[BrokenEntry] = []
-        for place in range(index, index + min(MAX_BROKEN_RUN, len(self.source))):
-            place %= len(self.source)
-            try:
-                return place, self.source.image(place, self.shrink(key)), broken
-            except BrokenImage as error:
-                broken.append((place, error.name, error.why))
+    def blank(self, broken: list[BrokenEntry]) -> Tensor:
         _, name, why = broken[0]
         raise UserError(f"{len(broken)} images in a row cannot be read, the first being {name} ({why}); check the data")
 
@@ -155,19 +145,20 @@ def chunk_size(batch: int, workers: int) -> int:
 
 
 def read_batches(
-    reader: ImageReader, batches: Iterable[Samples], chunk: int, workers: int, ahead: int, pin: bool
-) -> Iterator[list[Chunk]]:
-    """The chunks, of at most `chunk` images, of each batch in turn; `batches` is read ahead and may be endless."""
-    counts: deque[int] = deque()  # chunks of each batch that was asked for
+    reader: ImageReader, batches: Iterable[Samples], chunk: int, workers: int, ahead: int, device: torch.device
+) -> Iterator[Chunk]:
+    """Each batch in turn, its pixels on the device, read in chunks of at most `chunk` images.
 
-    def requests() -> Iterator[Samples]:
-        for samples in batches:
-            counts.append(math.ceil(len(samples) / chunk))
-            yield from (samples[start : start + chunk] for start in range(0, len(samples), chunk))
-
-    chunks = read_chunks(reader, requests(), workers, ahead, pin)
-    for first in chunks:
-        yield [first, *itertools.islice(chunks, counts.popleft() - 1)]
+    `batches` is read ahead and may be endless.
+    """
+    batches, asked = itertools.tee(batches)
+    requests = (samples[start : start + chunk] for samples in asked for start in range(0, len(samples), chunk))
+    chunks = read_chunks(reader, requests, workers, ahead, device.type == "cuda")
+    for samples in batches:
+        parts = list(itertools.islice(chunks, math.ceil(len(samples) / chunk)))
+        pixels = torch.cat([part.pixels.to(device, non_blocking=True) for part in parts])
+        broken = tuple(entry for part in parts for entry in part.broken)
+        yield Chunk(pixels, torch.cat([part.index for part in parts]), broken)
 
 
 def read_all(reader: ImageReader, count: int, workers: int, title: str) -> Iterator[Chunk]:
@@ -227,8 +218,7 @@ def _lost_worker(workers: list[BaseProcess]) -> UserError | None:
     if not dead:
         return None
     for worker in workers:
-        if worker.is_alive():
-            worker.kill()
+        worker.kill()
     code = dead[0].exitcode or 0
     how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     return UserError(
