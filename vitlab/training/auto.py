@@ -22,7 +22,7 @@ from vitlab.models.config import Preprocess, Size
 from vitlab.models.variants import Model, build, create, name_of
 from vitlab.text import duration
 from vitlab.training.recipe import Recipe, change, count_steps, evaluations, override
-from vitlab.training.recipes import DIGITS, made
+from vitlab.training.recipes import DIGITS, made, vary
 from vitlab.training.setup import free_bytes, open_recipe_data
 from vitlab.weights import load
 
@@ -101,13 +101,13 @@ def from_weights(data: Data, spec: str, weights: str | None, model: Model, devic
     warmup = 100 if steps == 500 else 500
     name = name_of(model.config) or "B/16"  # a recipe has to name one; the weights themselves decide
     paper = Recipe(name, spec, higher(model.config.image_size, model), weights=weights, steps=steps)
-    paper = override(paper, f"batch=512 optimizer=sgd lr=0.01 warmup={warmup} clip=1 checkpoint_every={warmup}".split())
+    paper = vary(paper, f"batch=512 optimizer=sgd lr=0.01 warmup={warmup} clip=1 checkpoint_every={warmup}")
     if can_run_paper(paper, model, data, device):
         return paper, f"the paper's: SGD, batch 512, {paper.image_size[0]} px, lr 0.01, cosine"
     frozen = image_seconds(model, device, frozen=False) * n * EPOCHS[0] > TIME_LIMIT
     # as many epochs as there is time for: see fit_length
     small = f"epochs={EPOCHS[1]} batch={min(32, n)} lr={FULL_RATE} area=0.3,1 checkpoint_every=100"
-    recipe, what = override(change(paper, image_size=model.config.image_size), small.split()), "all weights"
+    recipe, what = vary(change(paper, image_size=model.config.image_size), small), "all weights"
     if frozen:
         recipe = change(recipe, freeze="body", lr=HEAD_RATE)
         what = "the head alone (all weights would take too long)"

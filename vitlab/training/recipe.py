@@ -182,10 +182,8 @@ def resolve_length(recipe: Recipe, images: int, tests: int, world: int) -> Recip
         raise UserError(f"batch={recipe.batch} does not divide over {world} processes; use a multiple of {world}")
     steps = count_steps(recipe, images)
     if recipe.warmup >= steps:
-        raise UserError(
-            f"a warm-up of {recipe.warmup} steps leaves nothing of a run of {steps}; set warmup={steps // 10}, "
-            "or a longer run"
-        )
+        fix = f"set warmup={steps // 10}, or a longer run"
+        raise UserError(f"a warm-up of {recipe.warmup} steps leaves nothing of a run of {steps}; {fix}")
     every = recipe.evaluate_every or -(-steps // evaluations(steps * recipe.batch, tests))
     return dataclasses.replace(recipe, steps=steps, epochs=None, evaluate_every=every)
 
