@@ -7,6 +7,7 @@ as fit into some minutes; where not even one fits, only the head learns.
 
 import dataclasses
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -145,10 +146,8 @@ def typical_side(source: ImageSource) -> int:
     """The median of the shorter sides of some pictures."""
     sides = []
     for index in np.unique(np.linspace(0, len(source) - 1, 25).astype(int)).tolist():
-        try:
+        with suppress(BrokenImage):
             sides.append(min(source.image(index).size))
-        except BrokenImage:
-            continue
     return int(np.median(sides)) if sides else 0
 
 

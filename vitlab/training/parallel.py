@@ -184,8 +184,7 @@ def gradient_sync(module: nn.Module, last: bool) -> AbstractContextManager[None]
     """The context of a micro-batch's passes: gradients are exchanged after the last one of a step only."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
-    skip = isinstance(module, DistributedDataParallel) and not last
-    return module.no_sync() if skip else nullcontext()
+    return module.no_sync() if isinstance(module, DistributedDataParallel) and not last else nullcontext()
 
 
 def gather_full(tensor: Tensor) -> Tensor:

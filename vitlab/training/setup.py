@@ -49,9 +49,6 @@ class RunSetup:
     checkpoint: FoundCheckpoint | None  # to resume from
     initial: Model | None  # the model to start with, where there is no checkpoint
 
-    def make_model(self) -> Model:
-        return self.initial if self.initial is not None else build(self.config)
-
 
 @dataclass(frozen=True)
 class StoredRun:
@@ -122,7 +119,9 @@ def prepare_run(
     data = data or open_recipe_data(recipe)
     if stored is not None:
         checkpoint.check_own_files(out)
-        check_same_classes(stored, data, out)
+        if stored.labels != tuple(data.classes):
+            counts = f"{len(stored.labels)} classes, and {data.name} has {len(data.classes)}, or other names for them"
+            raise UserError(f"the run in {out} has {counts}; continue with the same data")
         cluster.agree(lambda: manifest.check_data(out, data, hashed=recipe.hash_data, accept=accept))
     recipe = resolve_length(recipe, len(data.train), len(data.test), cluster.world)
     if stored is not None:
@@ -212,14 +211,6 @@ def write_recipe(setup: RunSetup) -> None:
     }
     with atomic_file(setup.out / RECIPE, "w", errors=disk_errors) as file:
         file.write(json.dumps(about, indent=1) + "\n")
-
-
-def check_same_classes(stored: StoredRun, data: Data, out: Path) -> None:
-    if stored.labels != tuple(data.classes):
-        raise UserError(
-            f"the run in {out} has {len(stored.labels)} classes, and {data.name} has {len(data.classes)}, or other "
-            "names for them; continue with the same data"
-        )
 
 
 def make_loaders(setup: RunSetup, cluster: Cluster, micro: int) -> tuple[TrainLoader, EvalLoader]:

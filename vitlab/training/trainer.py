@@ -18,6 +18,7 @@ from vitlab.data.rng import keys
 from vitlab.device import has_bf16, out_of_memory
 from vitlab.errors import UserError
 from vitlab.models.config import ViTConfig
+from vitlab.models.variants import build
 from vitlab.models.vit import ViT
 from vitlab.terminal import warn
 from vitlab.training import checkpoint
@@ -67,7 +68,8 @@ class Trainer:
 
     def make_core(self) -> tuple[nn.Module, Objective]:
         """The module that learns, on its device, and its objective."""
-        model, r, config = self.setup.make_model(), self.recipe, self.setup.config
+        r, config = self.recipe, self.setup.config
+        model = self.setup.initial if self.setup.initial is not None else build(config)
         device, dtype = self.cluster.device, self.dtype
         if r.objective == "masked":  # never with a frozen body
             if not isinstance(model, ViT) or not isinstance(config, ViTConfig):
