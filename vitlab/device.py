@@ -40,7 +40,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def send(array: NDArray[Any], device: torch.device) -> Tensor:
-    """An array on the device, float64 as float32. Nobody waits: a plain copy would first let the device finish."""
+    """An array on the device, float64 as float32, without waiting: a plain copy would let the device finish first."""
     tensor = torch.from_numpy(array.astype(np.float32) if array.dtype == np.float64 else array)
     return tensor.to(device, non_blocking=True)
 

@@ -139,10 +139,8 @@ def cache_folder() -> Path:
 def file_lock(path: str) -> Iterator[None]:
     """One process at a time, where the system has locks."""
     with open(path, "w") as lock:
-        try:
+        with contextlib.suppress(ImportError):
             import fcntl
-        except ImportError:
-            pass
-        else:
+
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import json
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -197,19 +198,22 @@ def check_key(key: str, known: Iterable[str]) -> None:
         raise UserError(f"there is no setting '{key}'; {hint}")
 
 
+def check_all(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as the annotations in `known` have them; UserError for an unknown key or a wrong value."""
+    checked = {}
+    for key, value in values.items():
+        check_key(key, known)
+        checked[key] = check_value(value, known[key], key)
+    return checked
+
+
 # ---- JSON and `key=value`
 
 
 def to_json(config: Any) -> dict[str, Any]:
     """Plain dicts and lists; `from_json` is its inverse."""
-    data: dict[str, Any] = _lists(dataclasses.asdict(config))
+    data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become lists
     return data
-
-
-def _lists(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _lists(v) for key, v in value.items()}
-    return [_lists(v) for v in value] if isinstance(value, tuple) else value
 
 
 def from_json(kind: type[T], data: Mapping[str, Any]) -> T:

@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from vitlab.errors import Stopped
 
@@ -24,21 +24,19 @@ class Signals:
         if again or not self.is_deferred:
             raise Interrupted
 
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
+    def deferred(self) -> AbstractContextManager[None]:
         """Work that finishes what it has begun, and looks at `number` then."""
-        before, self.is_deferred = self.is_deferred, True
-        try:
-            yield
-        finally:
-            self.is_deferred = before
+        return self._handled(deferred=True)
+
+    def immediate(self) -> AbstractContextManager[None]:
+        """Inside `deferred`, work that can be dropped; a signal that was deferred interrupts it at its start."""
+        return self._handled(deferred=False)
 
     @contextmanager
-    def immediate(self) -> Iterator[None]:
-        """Inside `deferred`, work that can be dropped; a signal that was deferred interrupts it at its start."""
-        before, self.is_deferred = self.is_deferred, False
+    def _handled(self, deferred: bool) -> Iterator[None]:
+        before, self.is_deferred = self.is_deferred, deferred
         try:
-            if self.number:
+            if self.number and not deferred:
                 raise Interrupted
             yield
         finally:

@@ -1,4 +1,4 @@
-"""What `finetune` chooses by itself: by machine, by set, by what the user has said."""
+"""What `finetune` chooses by itself: by machine, by set, by the user's own settings."""
 
 from pathlib import Path
 
@@ -42,8 +42,8 @@ def test_a_cpu_is_not_given_the_papers_batch(tmp_path: Path, weights: str) -> No
 
 def test_the_recipe_names_the_model_of_the_weights(tmp_path: Path) -> None:
     save(vitlab.create("Ti/32", image_size=64, classes=5), tmp_path / "model")
-    said = finetune_recipe(photos(tmp_path / "p", {"a": 3, "b": 3}), str(tmp_path / "model"), ["device=cpu"])
-    assert said.recipe.model == "Ti/32"
+    plan = finetune_recipe(photos(tmp_path / "p", {"a": 3, "b": 3}), str(tmp_path / "model"), ["device=cpu"])
+    assert plan.recipe.model == "Ti/32"
 
 
 def test_where_time_is_short_only_the_head_learns(
@@ -91,10 +91,10 @@ def test_troubles_of_the_set_are_told(tmp_path: Path, weights: str) -> None:
     photos(tmp_path / "p" / "test", {"many": 4, "few": 4, "ok": 4})
     twin = (tmp_path / "p" / "train" / "ok" / "0.png").read_bytes()
     (tmp_path / "p" / "test" / "ok" / "0.png").write_bytes(twin)
-    said = " ".join(finetune_recipe(str(Path(folder).parent), weights, ["device=cpu"]).warnings)
-    assert "uneven" in said
-    assert "fewer than" in said
-    assert "also in train" in said
+    warnings = " ".join(finetune_recipe(str(Path(folder).parent), weights, ["device=cpu"]).warnings)
+    assert "uneven" in warnings
+    assert "fewer than" in warnings
+    assert "also in train" in warnings
 
 
 def test_time_is_measured_on_the_model() -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 from timing import measure_until
 
 from vitlab.training.bench import Speeds, bench
@@ -21,7 +20,6 @@ def test_the_device_waits_for_images() -> None:
 def test_the_workers_wait_for_the_device() -> None:
     line = dataclasses.replace(SOME, loader=1000, both=390).verdict()
     assert "could load 2.5 times as many" in line
-    assert SOME.ratio == pytest.approx(0.225)
 
 
 def test_a_small_recipe_is_measured() -> None:

@@ -1,7 +1,6 @@
 """Losses against torch's own and plain sums; counts over every image."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -85,7 +84,7 @@ def test_uneven_batches_are_counted_completely() -> None:
     counts = torch.stack([count_hits(model(p.images), p.labels) for p in parts]).sum(0)
     assert counts.tolist() == [17, right, 17]  # four classes: all among the first five
     cpu = torch.device("cpu")
-    spare = partial(blank_batch, (2, 2), cpu)
+    spare = blank_batch((2, 2), cpu)
     report = measure_objective(Classification(softmax_loss), model, parts, spare, Cluster(cpu), passes=5)
     assert report["accuracy"] == right / 17
     assert report["loss"] == pytest.approx(F.cross_entropy(model(images), labels).item(), rel=1e-6)

@@ -151,7 +151,7 @@ def test_epochs_and_steps_replace_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pair", "said"),
+    ("pair", "message"),
     [
         ("stepz=3", "did you mean 'steps'"),
         ("mixop=3", "did you mean 'mixup'"),
@@ -164,8 +164,8 @@ def test_epochs_and_steps_replace_each_other() -> None:
         ("lr=nan", "lr"),
     ],
 )
-def test_wrong_settings_are_named(pair: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_wrong_settings_are_named(pair: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         override(find("digits").recipe, [pair])
 
 

@@ -27,7 +27,7 @@ from vitlab.models.variants import Model
 from vitlab.settings import from_json, to_json
 from vitlab.studies.vtab_tasks import BOTH, GROUPS, SIZES, TASKS, Task, missing_lists, open_task
 from vitlab.text import duration
-from vitlab.training.auto import higher, machine, run_seconds, stride
+from vitlab.training.auto import higher, machine, run_seconds
 from vitlab.training.loop import train
 from vitlab.training.recipe import Recipe, difference, override
 from vitlab.training.recipes import find
@@ -269,7 +269,7 @@ def base_recipe(weights: str, model: Model, steps: int, settings: tuple[str, ...
         steps=steps,
         warmup=min(paper.warmup, steps // 5),
         evaluate_every=steps,  # once, at the end: the test set chooses nothing
-        image_size=higher((1, 1), stride(model)),
+        image_size=higher((1, 1), model),
         preprocess=stretch(model.card.preprocess),
     )
     return override(recipe, settings)

@@ -7,6 +7,7 @@ as fit into some minutes; where not even one fits, only the head learns.
 
 import dataclasses
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,6 @@ import torch
 
 from vitlab.cost import Cost, cost
 from vitlab.data.images import BrokenImage
-from vitlab.data.open import open_data
 from vitlab.data.source import Data, ImageSource
 from vitlab.data.summary import class_warnings, image_warnings, summarize
 from vitlab.device import peak_flops, pick_device
@@ -22,9 +22,9 @@ from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
 from vitlab.models.variants import Model, build, create, name_of
 from vitlab.text import duration
-from vitlab.training.recipe import Recipe, change, count_steps, evaluations, make_recipe, override
-from vitlab.training.recipes import DIGITS
-from vitlab.training.setup import free_bytes
+from vitlab.training.recipe import Recipe, change, count_steps, evaluations, override
+from vitlab.training.recipes import DIGITS, made, vary
+from vitlab.training.setup import free_bytes, open_recipe_data
 from vitlab.weights import load
 
 TIME_LIMIT = 10 * 60.0  # seconds that a run without settings may take where there is no large GPU
@@ -56,7 +56,7 @@ def finetune_recipe(spec: str, start: str | None, pairs: list[str]) -> FinetuneP
     """A recipe for a set and this machine. `start` are the weights to begin with ("none" for none); the user's own
     settings, `pairs`, take precedence."""
     asked = override(Recipe("B/16", spec, steps=1), pairs)
-    data = open_data(spec, seed=asked.seed, subset=asked.subset, per_class=asked.per_class, holdout=asked.holdout)
+    data = open_recipe_data(asked)
     device = pick_device(asked.device)
     weights, model, warnings = find_weights(asked.weights or start, device)
     if model is None:
@@ -99,33 +99,19 @@ def from_weights(data: Data, spec: str, weights: str | None, model: Model, devic
     """The paper's recipe where the machine can run it; else one of small batches at the weights' own size."""
     n = len(data.train)
     steps = 500 if n < 20_000 else 10_000 if n < 500_000 else 20_000
-    paper = Recipe(
-        name_of(model.config) or "B/16",  # a recipe has to name one; the weights themselves decide
-        spec,
-        higher(model.config.image_size, stride(model)),
-        weights=weights,
-        steps=steps,
-        batch=512,
-        optimizer="sgd",
-        lr=0.01,
-        warmup=100 if steps == 500 else 500,
-        clip=1.0,
-        checkpoint_every=100 if steps == 500 else 500,
-    )
+    warmup = 100 if steps == 500 else 500
+    name = name_of(model.config) or "B/16"  # a recipe has to name one; the weights themselves decide
+    paper = Recipe(name, spec, higher(model.config.image_size, model), weights=weights, steps=steps)
+    paper = vary(paper, f"batch=512 optimizer=sgd lr=0.01 warmup={warmup} clip=1 checkpoint_every={warmup}")
     if can_run_paper(paper, model, data, device):
         return paper, f"the paper's: SGD, batch 512, {paper.image_size[0]} px, lr 0.01, cosine"
     frozen = image_seconds(model, device, frozen=False) * n * EPOCHS[0] > TIME_LIMIT
-    recipe = change(
-        paper,
-        image_size=model.config.image_size,
-        freeze="body" if frozen else "none",
-        epochs=EPOCHS[1],  # as many as there is time for: see fit_length
-        batch=min(32, n),
-        lr=HEAD_RATE if frozen else FULL_RATE,
-        area=(0.3, 1.0),
-        checkpoint_every=100,
-    )
-    what = "the head alone (all weights would take too long)" if frozen else "all weights"
+    # as many epochs as there is time for: see fit_length
+    small = f"epochs={EPOCHS[1]} batch={min(32, n)} lr={FULL_RATE} area=0.3,1 checkpoint_every=100"
+    recipe, what = vary(change(paper, image_size=model.config.image_size), small), "all weights"
+    if frozen:
+        recipe = change(recipe, freeze="body", lr=HEAD_RATE)
+        what = "the head alone (all weights would take too long)"
     return recipe, f"{what}, SGD, batch {recipe.batch}, the weights' own size, lr {recipe.lr:g}, cosine"
 
 
@@ -134,25 +120,12 @@ def from_scratch(data: Data, spec: str) -> tuple[Recipe, str]:
     if spec == "digits":
         return DIGITS, "the built-in recipe of the digits"
     side = 64 if typical_side(data.train) >= 48 else 32
-    recipe = make_recipe(
-        f"Ti/{side // 8}",
-        spec,
-        image_size=(side, side),
-        depth=6,
-        width=96,
-        mlp=192,
-        heads=4,
-        epochs=100,
-        batch=min(64, len(data.train)),
-        lr=2e-3,
-        warmup=100,
-        weight_decay=0.05,
-        clip=1.0,
+    recipe = made(
+        f"model=Ti/{side // 8} image_size={side} depth=6 width=96 mlp=192 heads=4 batch={min(64, len(data.train))} "
+        "epochs=100 lr=0.002 warmup=100 weight_decay=0.05 clip=1 area=0.5,1 mixup=0.2 label_smoothing=0.1 "
+        "checkpoint_every=200",
+        data=spec,
         preprocess=Preprocess(crop=1.0),
-        area=(0.5, 1.0),
-        mixup=0.2,
-        label_smoothing=0.1,
-        checkpoint_every=200,
     )
     return recipe, f"a small model, AdamW, batch {recipe.batch}, lr {recipe.lr:g}, cosine, Mixup, label smoothing"
 
@@ -163,8 +136,7 @@ def fit_length(recipe: Recipe, model: Model, data: Data, device: torch.device, p
     n = len(data.train)
     if recipe.epochs is not None and not keys & {"epochs", "steps"}:
         each = image_seconds(model, device, frozen=recipe.freeze == "body")
-        epochs = min(recipe.epochs, max(1.0, TIME_LIMIT // (each * n)))
-        recipe = dataclasses.replace(recipe, epochs=epochs)
+        recipe = dataclasses.replace(recipe, epochs=min(recipe.epochs, max(1.0, TIME_LIMIT // (each * n))))
     if "warmup" not in keys:
         recipe = dataclasses.replace(recipe, warmup=min(recipe.warmup, count_steps(recipe, n) // 10))
     return recipe
@@ -174,21 +146,16 @@ def typical_side(source: ImageSource) -> int:
     """The median of the shorter sides of some pictures."""
     sides = []
     for index in np.unique(np.linspace(0, len(source) - 1, 25).astype(int)).tolist():
-        try:
+        with suppress(BrokenImage):
             sides.append(min(source.image(index).size))
-        except BrokenImage:
-            continue
     return int(np.median(sides)) if sides else 0
 
 
-def higher(native: Size, step: int) -> Size:
+def higher(native: Size, model: Model) -> Size:
     """384 pixels as in the paper, or the nearest above that the patches divide; the native size where it is larger."""
+    step = int(getattr(model.config, "stride", 1))  # a ResNet has none
     side = -(-384 // step) * step
     return max(native, (side, side))
-
-
-def stride(model: Model) -> int:
-    return int(getattr(model.config, "stride", 1))
 
 
 # ---- time
@@ -196,7 +163,7 @@ def stride(model: Model) -> int:
 
 def can_run_paper(recipe: Recipe, model: Model, data: Data, device: torch.device) -> bool:
     """Whether this machine has a GPU with the memory and the speed for the paper's recipe."""
-    if device.type != "cuda" or peak_flops(device) is None:
+    if peak_flops(device) is None:
         return False
     config = dataclasses.replace(model.config, image_size=recipe.image_size, classes=len(data.classes))
     c = cost(lambda: build(config))
@@ -217,7 +184,7 @@ def workload(recipe: Recipe, data: Data) -> tuple[int, int]:
 
 def run_seconds(recipe: Recipe, model: Model, data: Data, device: torch.device) -> float:
     """How long a run will take: by operations on a GPU of the table, elsewhere by measuring."""
-    if device.type == "cuda" and peak_flops(device) is not None:
+    if peak_flops(device) is not None:
         return gpu_seconds(recipe, cost(lambda: build(model.config)), data, device)
     seen, tested = workload(recipe, data)
     forward = image_seconds(model, device, frozen=True)
@@ -247,13 +214,10 @@ def image_seconds(model: Model, device: torch.device, *, frozen: bool, batch: in
 
 def data_warnings(data: Data, spec: str) -> list[str]:
     """Uneven and tiny classes; for a small set, also broken images and those in two splits."""
-    warnings = class_warnings(data)
     if len(data.train) + len(data.test) <= DECODE_LIMIT:
-        return warnings + image_warnings(summarize(data))
-    return [
-        *warnings,
-        f"a large set: whether images are in two splits was not checked (`vitlab data {spec}` does)",
-    ]
+        return class_warnings(data) + image_warnings(summarize(data))
+    unchecked = f"a large set: whether images are in two splits was not checked (`vitlab data {spec}` does)"
+    return [*class_warnings(data), unchecked]
 
 
 def length(recipe: Recipe, images: int) -> str:

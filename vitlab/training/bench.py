@@ -40,24 +40,20 @@ class Speeds:
     workers: int
     held: bool  # the set is in the device's memory
 
-    @property
-    def ratio(self) -> float:
-        return self.both / self.step
-
     def verdict(self) -> str:
         """A line that names the part which waits for the other."""
-        share = f"training runs at {self.ratio:.0%} of the speed it has on data in memory"
+        share = f"training runs at {self.both / self.step:.0%} of the speed it has on data in memory"
         if self.held:
             return f"{share}; the set is held in the device's memory and augmented there"
-        each = self.loader / max(1, self.workers)
-        if self.loader < self.step:
-            need = self.step / each
-            return (
-                f"{share}: the device waits for images, of which {max(1, self.workers)} worker(s) load {each:.0f} per "
-                f"second each; {need:.0f} would keep up, or smaller files"
-            )
-        spare = self.loader / self.step
-        return f"{share}: the workers wait for the device, and could load {spare:.1f} times as many images"
+        if self.loader >= self.step:
+            spare = self.loader / self.step
+            return f"{share}: the workers wait for the device, and could load {spare:.1f} times as many images"
+        workers = max(1, self.workers)
+        each = self.loader / workers
+        return (
+            f"{share}: the device waits for images, of which {workers} worker(s) load {each:.0f} per second each; "
+            f"{self.step / each:.0f} would keep up, or smaller files"
+        )
 
 
 def bench(recipe: Recipe, seconds: float) -> Speeds:
@@ -88,18 +84,10 @@ def measure_speeds(trainer: Trainer, seconds: float) -> Speeds:
     loader = batch * calls_per_second(load, seconds, device)
     trainer.batches = itertools.cycle(in_memory)  # the loader's workers end: they would compete with the step
     alone = batch * calls_per_second(step, seconds, device)
-    peak = peak_flops(device)
     flops = cost(lambda: build(trainer.setup.config)).train_flops
-    return Speeds(
-        loader=loader,
-        step=alone,
-        both=both,
-        used=None if peak is None else alone * flops / peak / trainer.cluster.world,
-        memory=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        micro=trainer.micro,
-        workers=trainer.loader.workers,
-        held=trainer.loader.resident,
-    )
+    used = alone * flops / peak / trainer.cluster.world if (peak := peak_flops(device)) is not None else None
+    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return Speeds(loader, alone, both, used, memory, trainer.micro, trainer.loader.workers, trainer.loader.resident)
 
 
 def calls_per_second(act: Callable[[], None], seconds: float, device: torch.device) -> float:

@@ -4,14 +4,13 @@ The lock belongs to the process: the system drops it with the process, however t
 names the process that holds it.
 """
 
-import contextlib
 import errno
 import json
 import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from vitlab.errors import UserError
@@ -27,12 +26,8 @@ own_folders: set[str] = set()  # locked by this process: the system would let it
 @contextmanager
 def run_lock(out: Path, cluster: Cluster) -> Iterator[None]:
     """Lock a run's folder. Of several processes the first holds the lock; if it cannot, all of them end."""
-    with contextlib.ExitStack() as stack:
-
-        def enter() -> None:
-            stack.enter_context(folder_lock(out))
-
-        cluster.agree(enter)
+    with ExitStack() as stack:
+        cluster.agree(lambda: stack.enter_context(folder_lock(out)))
         yield
 
 

@@ -43,9 +43,8 @@ def list_images(data: Data, hashed: bool) -> str:
     for split, source in (("train", data.train), ("validation", data.validation), ("test", data.test)):
         if source is None:
             continue
-        labels = source.labels.tolist()
-        for (name, size, digest), label in zip(entries(source, np.arange(len(source)), hashed), labels, strict=True):
-            lines.append(f"{split}/{escape_name(name)}\t{size}\t{label}\t{digest}\n")
+        named = zip(entries(source, np.arange(len(source)), hashed), source.labels.tolist(), strict=True)
+        lines += [f"{split}/{escape_name(name)}\t{size}\t{label}\t{digest}\n" for (name, size, digest), label in named]
         lines += [f"{split}/{escape_name(name)}\t{size}\t\t\n" for name, size in containers(source)]
     return "".join(lines)
 
@@ -117,9 +116,8 @@ def containers(source: ImageSource) -> list[tuple[str, int]]:
     """The files that contain a source's images, with their sizes."""
     if isinstance(source, Subset):
         return containers(source.source)
-    paths = (
-        source.files if isinstance(source, ParquetSource) else source.urls if isinstance(source, ShardSource) else []
-    )
+    files = source.files if isinstance(source, ParquetSource) else []
+    paths = source.urls if isinstance(source, ShardSource) else files
     return [(os.path.basename(path), os.path.getsize(path)) for path in paths if not path.startswith(PIPE)]
 
 
@@ -174,10 +172,8 @@ def check_data(out: Path, data: Data, *, hashed: bool, accept: bool) -> None:
     if changes:
         some = "; ".join(sorted(changes)[:SHOWN]) + (f"; and {len(changes) - SHOWN} more" * (len(changes) > SHOWN))
         if not accept:
-            raise UserError(
-                f"the data of the run in {out} has changed: {some}; put it back, or continue all the same with "
-                "--accept-data-changes"
-            )
+            fix = "put it back, or continue all the same with --accept-data-changes"
+            raise UserError(f"the data of the run in {out} has changed: {some}; {fix}")
         warn(f"continuing with changed data: {some}")
     if changes is None or changes:
         write_manifest(out, text)

@@ -46,12 +46,8 @@ def corrupt(seed: int, step: int, index: Tensor, patches: int) -> Corruption:
     first, second = uniform(mix(keys + 1)), uniform(mix(keys + 2))
     distance = 1 + shift_right(mix(keys + 3), 1) % max(1, patches - 1)  # 1 ... N-1: always another patch
     chosen = first < CORRUPTED
-    return Corruption(
-        chosen,
-        chosen & (second < MASKED),
-        chosen & (second >= MASKED) & (second < MASKED + SWAPPED),
-        (place + distance) % patches,
-    )
+    swapped = chosen & (second >= MASKED) & (second < MASKED + SWAPPED)
+    return Corruption(chosen, chosen & (second < MASKED), swapped, (place + distance) % patches)
 
 
 def color_classes(images: Tensor, preprocess: Preprocess, stride: int) -> Tensor:

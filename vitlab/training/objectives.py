@@ -62,6 +62,9 @@ def sigmoid_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none").sum(-1).mean()
 
 
+LOSSES = {"softmax": softmax_loss, "sigmoid": sigmoid_loss}
+
+
 def start_sigmoid(head: nn.Linear | None) -> None:
     """Initialize the bias of a head so that it begins by answering "no" to every class."""
     if head is not None:
@@ -96,17 +99,12 @@ class Classification:
 
 @torch.no_grad()
 def measure_objective(
-    objective: Objective,
-    module: nn.Module,
-    batches: Iterable[Batch],
-    spare: Callable[[], Batch],
-    cluster: Cluster,
-    passes: int,
+    objective: Objective, module: nn.Module, batches: Iterable[Batch], spare: Batch, cluster: Cluster, passes: int
 ) -> dict[str, float]:
     """The objective's report over all batches of all processes, which may differ in size and number.
 
     A sharded model gathers its weights from all processes in every pass, so each process makes `passes` of them, the
-    last ones on a `spare` image that does not count.
+    last ones on the `spare` batch, which does not count.
     """
     total: Tensor | None = None
     done = 0
@@ -114,7 +112,7 @@ def measure_objective(
         sums = to_float64(objective.sums(module, batch))
         total, done = sums if total is None else total + sums, done + 1
     while done < passes or total is None:
-        sums = to_float64(objective.sums(module, spare()))
+        sums = to_float64(objective.sums(module, spare))
         total, done = torch.zeros_like(sums) if total is None else total, done + 1
     return objective.report(cluster.sum(total).tolist())
 

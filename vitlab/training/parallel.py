@@ -10,10 +10,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Thread
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -63,11 +63,10 @@ class Cluster:
         if self.world == 1:
             return choose()
         shared: list[tuple[T | None, UserError | None]] = [(None, None)]
-        if self.first:
-            try:
-                shared = [(choose(), None)]
-            except UserError as error:
-                shared = [(None, error)]
+        try:
+            shared = [(choose(), None)] if self.first else shared
+        except UserError as error:
+            shared = [(None, error)]
         dist.broadcast_object_list(shared)
         value, failure = shared[0]
         if failure is not None:
@@ -181,16 +180,11 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if isinstance(m, kinds) and m not in inner]
 
 
-@contextmanager
-def gradient_sync(module: nn.Module, last: bool) -> Iterator[None]:
-    """Exchange gradients after the last micro-batch of a step only."""
+def gradient_sync(module: nn.Module, last: bool) -> AbstractContextManager[None]:
+    """The context of a micro-batch's passes: gradients are exchanged after the last one of a step only."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
-        yield
-        return
-    context: Any = nullcontext() if last or not isinstance(module, DistributedDataParallel) else module.no_sync()
-    with context:
-        yield
+    return module.no_sync() if isinstance(module, DistributedDataParallel) and not last else nullcontext()
 
 
 def gather_full(tensor: Tensor) -> Tensor:

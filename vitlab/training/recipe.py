@@ -13,18 +13,7 @@ from vitlab.data.loader import BROKEN_LIMIT
 from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
 from vitlab.models.config import ImageSize, Preprocess, ViTConfig
-from vitlab.settings import (
-    RATE,
-    Range,
-    Setting,
-    annotations,
-    check_key,
-    check_types,
-    check_value,
-    describe,
-    parse_settings,
-    to_json,
-)
+from vitlab.settings import RATE, Range, Setting, annotations, check_all, check_types, describe, parse_settings, to_json
 from vitlab.training.objectives import ObjectiveName
 from vitlab.training.optim import Decay, OptimizerName
 from vitlab.training.parallel import Parallel
@@ -102,9 +91,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name, value in self.model_settings.items():
-            check_key(name, model_keys())
-            self.model_settings[name] = check_value(value, model_keys()[name], name)
+        self.model_settings.update(check_all(self.model_settings, model_keys()))
         if (self.epochs is None) == (self.steps is None):
             raise UserError("a recipe has one length: epochs or steps")
         if self.freeze == "body" and self.objective == "masked":
@@ -182,10 +169,8 @@ def resolve_length(recipe: Recipe, images: int, tests: int, world: int) -> Recip
         raise UserError(f"batch={recipe.batch} does not divide over {world} processes; use a multiple of {world}")
     steps = count_steps(recipe, images)
     if recipe.warmup >= steps:
-        raise UserError(
-            f"a warm-up of {recipe.warmup} steps leaves nothing of a run of {steps}; set warmup={steps // 10}, "
-            "or a longer run"
-        )
+        fix = f"set warmup={steps // 10}, or a longer run"
+        raise UserError(f"a warm-up of {recipe.warmup} steps leaves nothing of a run of {steps}; {fix}")
     every = recipe.evaluate_every or -(-steps // evaluations(steps * recipe.batch, tests))
     return dataclasses.replace(recipe, steps=steps, epochs=None, evaluate_every=every)
 

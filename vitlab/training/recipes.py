@@ -5,6 +5,7 @@ that start from weights are called DATA-finetune.
 """
 
 import difflib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,18 +17,18 @@ from vitlab.models.variants import SIZES
 from vitlab.settings import parse_settings
 from vitlab.training.recipe import Recipe, change, keys, make_recipe, override
 
-# Images in the training sets whose size a recipe's cost needs, and their classes.
+# Images in the training sets whose size a recipe's cost needs.
 IMAGES = {
-    "jft": (303_000_000, 18_000),
-    "imagenet21k": (14_000_000, 21_000),
-    "imagenet": (1_281_167, 1000),
-    "cifar10": (50_000, 10),
-    "cifar100": (50_000, 100),
-    "oxford-pets": (3_680, 37),
-    "flowers102": (1_020, 102),
-    "vtab": (1_000, 100),
-    "digits": (1_198, 10),
-    "zh-plus/tiny-imagenet": (100_000, 200),
+    "jft": 303_000_000,
+    "imagenet21k": 14_000_000,
+    "imagenet": 1_281_167,
+    "cifar10": 50_000,
+    "cifar100": 50_000,
+    "oxford-pets": 3_680,
+    "flowers102": 1_020,
+    "vtab": 1_000,
+    "digits": 1_198,
+    "zh-plus/tiny-imagenet": 100_000,
 }
 # Sets that have no public copy to open by name: the recipe is complete once data= names yours.
 PRIVATE = {
@@ -51,14 +52,14 @@ class Entry:
     expect: str = ""  # test accuracy to expect
 
 
-def words(text: str) -> list[str]:
-    """Settings as they stand on a command line."""
-    return text.split()
-
-
 def made(text: str, **settings: Any) -> Recipe:
-    """A recipe from the text of its settings; `settings` are those that no text expresses."""
-    return make_recipe(**parse_settings(words(text), keys()), **settings)
+    """A recipe from its settings as on a command line; `settings` are those that no text expresses."""
+    return make_recipe(**parse_settings(text.split(), keys()), **settings)
+
+
+def vary(base: Recipe, text: str) -> Recipe:
+    """A recipe with other settings, as on a command line."""
+    return override(base, text.split())
 
 
 # ---- the paper's pre-training table: batch 4096, 224 px, Adam, warm-up 10k
@@ -87,26 +88,18 @@ def hidden(model: str) -> int | None:
     return SIZES[model.partition("/")[0].rpartition("+")[2]][1] if "/" in model else None
 
 
-def rows(
-    table: tuple[tuple[tuple[str, ...], tuple[int, ...], float], ...],
-) -> Iterator[tuple[str, int, float, str]]:
-    """(model, epochs, learning rate, suffix of the name)."""
-    for models, lengths, lr in table:
-        for model in models:
-            for epochs in lengths:
-                yield model, epochs, lr, f"-{epochs}" if len(lengths) > 1 else ""
-
-
 def pretraining() -> Iterator[tuple[str, Entry]]:
     about = "pre-training, the paper's table"
     base = made("model=B/16 data=jft epochs=7 batch=4096 warmup=10000 decay=linear objective=sigmoid weight_decay=0.1")
-    large = override(base, words("data=imagenet21k weight_decay=0.03 dropout=0.1"))
-    small = override(base, words("data=imagenet objective=softmax decay=cosine weight_decay=0.3 dropout=0.1 clip=1"))
+    large = vary(base, "data=imagenet21k weight_decay=0.03 dropout=0.1")
+    small = vary(base, "data=imagenet objective=softmax decay=cosine weight_decay=0.3 dropout=0.1 clip=1")
     for name, start, table in (("jft", base, JFT), ("i21k", large, I21K), ("imagenet", small, IMAGENET)):
-        for model, epochs, lr, suffix in rows(table):
-            recipe = change(start, model=model, epochs=epochs, lr=lr, prelogits=hidden(model))
-            yield f"{model}-{name}{suffix}", Entry(recipe, about, "paper")
-    masked = override(base, words("objective=masked steps=1000000 lr=2e-4 decay=cosine"))
+        for models, lengths, lr in table:
+            for model, epochs in itertools.product(models, lengths):
+                recipe = change(start, model=model, epochs=epochs, lr=lr, prelogits=hidden(model))
+                suffix = f"-{epochs}" if len(lengths) > 1 else ""
+                yield f"{model}-{name}{suffix}", Entry(recipe, about, "paper")
+    masked = vary(base, "objective=masked steps=1000000 lr=2e-4 decay=cosine")
     yield "B/16-masked-jft", Entry(masked, "masked patch prediction, the paper's appendix", "paper")
 
 
@@ -168,9 +161,9 @@ def augreg() -> Iterator[tuple[str, Entry]]:
         "objective=sigmoid"
     )
     for model, (large, small) in AUGREG_FOR.items():
-        recipe = override(base, words(f"model={model} {AUGREG[large]}"))
+        recipe = vary(base, f"model={model} {AUGREG[large]}")
         yield f"{model}-augreg-i21k", Entry(recipe, f"AugReg, {large} augmentation", "augreg")
-        recipe = override(base, words(f"model={model} data=imagenet objective=softmax {AUGREG[small]}"))
+        recipe = vary(base, f"model={model} data=imagenet objective=softmax {AUGREG[small]}")
         yield f"{model}-augreg-imagenet", Entry(recipe, f"AugReg, {small} augmentation", "augreg")
 
 
@@ -188,20 +181,16 @@ TINY = made(
     "randaugment=1,9 mixup=0.8 cutmix=1 label_smoothing=0.1 checkpoint_every=10000 log_every=100",
     preprocess=Preprocess(crop=1.0),
 )
-MASKED = override(
+MASKED = vary(
     change(TINY, augment=Augment()),
-    words(
-        "objective=masked epochs=20 batch=512 lr=0.001 warmup=2000 weight_decay=0.05 ema=0 drop_path=0 "
-        "cuda_graph=false area=0.3,1"
-    ),
+    "objective=masked epochs=20 batch=512 lr=0.001 warmup=2000 weight_decay=0.05 ema=0 drop_path=0 cuda_graph=false "
+    "area=0.3,1",
 )
 # small sets of photos at 96 px, from TINY's weights or from scratch; over sooner than compiling would take
-PHOTOS = override(
+PHOTOS = vary(
     change(TINY, augment=Augment()),
-    words(
-        "data=oxford-pets image_size=96 epochs=40 batch=128 lr=5e-4 warmup=100 weight_decay=0.05 ema=0.99 area=0.3,1 "
-        "randaugment=2,9 mixup=0.2 label_smoothing=0.1 compile=no"
-    ),
+    "data=oxford-pets image_size=96 epochs=40 batch=128 lr=5e-4 warmup=100 weight_decay=0.05 ema=0.99 area=0.3,1 "
+    "randaugment=2,9 mixup=0.2 label_smoothing=0.1 compile=no",
 )
 SMALL_SET = made(
     "model=Ti/16 data=oxford-pets epochs=5 batch=32 optimizer=sgd lr=0.01 warmup=50 decay=cosine clip=1 area=0.3,1"
@@ -224,9 +213,7 @@ def lab() -> Iterator[tuple[str, Entry]]:
     yield "flowers", Entry(flowers, "102 flowers, from weights, minutes on a CPU", "lab", finetune=True)
 
 
-RECIPES: dict[str, Entry] = {
-    name: entry for rows_ in (lab(), pretraining(), finetuning(), augreg()) for name, entry in rows_
-}
+RECIPES: dict[str, Entry] = dict(itertools.chain(lab(), pretraining(), finetuning(), augreg()))
 
 
 def find(name: str) -> Entry:
@@ -279,7 +266,7 @@ GFLOPS = {
 
 def run_flops(recipe: Recipe) -> float:
     """Operations of a complete run: a training image costs three forward passes."""
-    images = recipe.steps * recipe.batch if recipe.steps else (recipe.epochs or 0) * IMAGES[recipe.data][0]
+    images = recipe.steps * recipe.batch if recipe.steps else (recipe.epochs or 0) * IMAGES[recipe.data]
     return 3e9 * GFLOPS[recipe.model, recipe.image_size[0]] * images
 
 

@@ -7,14 +7,8 @@ from torch import Tensor
 
 from vitlab.errors import UserError
 from vitlab.models.variants import build
-from vitlab.training.checkpoint import (
-    CheckpointMeta,
-    disk_errors,
-    last_checkpoint,
-    replace_folder,
-    sibling,
-    write_checkpoint,
-)
+from vitlab.training import checkpoint
+from vitlab.training.checkpoint import CheckpointMeta
 from vitlab.training.parallel import Cluster
 from vitlab.training.setup import RunSetup
 from vitlab.training.sharded import ShardedWriter
@@ -30,13 +24,13 @@ class Saver:
 
     def save(self, state: dict[str, Tensor], meta: CheckpointMeta, *, wait: bool) -> None:
         """Write checkpoints/last. A sharded run writes it in the background, unless it is to `wait`."""
-        folder = last_checkpoint(self.setup.out)
+        folder = checkpoint.last_checkpoint(self.setup.out)
         if self.writer is not None:
             self.writer.save(folder, state, meta)
             if wait:
                 self.writer.wait()
         elif self.cluster.first:
-            write_checkpoint(folder, state, meta)
+            checkpoint.write_checkpoint(folder, state, meta)
         self.cluster.barrier()
 
     def check_background(self) -> None:
@@ -48,14 +42,14 @@ class Saver:
         """Write checkpoints/best: the model alone, as `vitlab.load` reads it."""
         if self.cluster.first:
             best = self.setup.out / "checkpoints" / "best"
-            replace_folder(best, lambda new: self.write_model(new, weights))
-            shutil.rmtree(sibling(best, "old"), ignore_errors=True)
+            checkpoint.replace_folder(best, lambda new: self.write_model(new, weights))
+            shutil.rmtree(checkpoint.sibling(best, "old"), ignore_errors=True)
         self.cluster.barrier()
 
     def save_final(self, weights: dict[str, Tensor]) -> None:
         """Write the model into the run's folder itself: model.safetensors and config.json."""
         if self.cluster.first:
-            with disk_errors(self.setup.out):
+            with checkpoint.disk_errors(self.setup.out):
                 self.write_model(self.setup.out, weights)
         self.cluster.barrier()
 

@@ -23,16 +23,8 @@ from vitlab.models.meta import meta_model
 from vitlab.models.variants import Model, build, create
 from vitlab.settings import check_value, from_json, to_json
 from vitlab.text import brief
-from vitlab.training import manifest
-from vitlab.training.checkpoint import (
-    CheckpointMeta,
-    FoundCheckpoint,
-    check_own_files,
-    disk_errors,
-    find_checkpoint,
-    last_checkpoint,
-    read_run_json,
-)
+from vitlab.training import checkpoint, manifest
+from vitlab.training.checkpoint import CheckpointMeta, FoundCheckpoint, disk_errors
 from vitlab.training.objectives import start_sigmoid
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, difference, override, resolve_length
@@ -57,9 +49,6 @@ class RunSetup:
     checkpoint: FoundCheckpoint | None  # to resume from
     initial: Model | None  # the model to start with, where there is no checkpoint
 
-    def make_model(self) -> Model:
-        return self.initial if self.initial is not None else build(self.config)
-
 
 @dataclass(frozen=True)
 class StoredRun:
@@ -78,16 +67,13 @@ def read_run(out: Path) -> StoredRun | None:
     if not os.path.lexists(path):
         return None
     try:
-        about = read_run_json(path)
+        about = checkpoint.read_run_json(path)
         parts = {key: check_value(about.get(key), dict, key) for key in ("recipe", "model", "preprocess")}
-        images = check_value(about.get("images"), int, "images")
-        return StoredRun(
-            from_json(Recipe, parts["recipe"]),
-            model_config(parts["model"], tensors=MOST_LAYERS),
-            from_json(Preprocess, parts["preprocess"]),
-            check_value(about.get("labels"), tuple[str, ...], "labels"),
-            max(0, images),
-        )
+        images = max(0, check_value(about.get("images"), int, "images"))
+        recipe, config = from_json(Recipe, parts["recipe"]), model_config(parts["model"], tensors=MOST_LAYERS)
+        preprocess = from_json(Preprocess, parts["preprocess"])
+        labels = check_value(about.get("labels"), tuple[str, ...], "labels")
+        return StoredRun(recipe, config, preprocess, labels, images)
     except UserError as error:
         raise UserError(f"{path} is not the recipe of a run: {brief(error)}; start again in a new --out") from None
 
@@ -130,20 +116,19 @@ def prepare_run(
     cluster.barrier()  # all have read before the first process writes
     if stored is not None and not resume:
         raise UserError(f"{out} holds a run already; continue it with --resume, or choose another --out")
-    data = data or open_data(
-        recipe.data, seed=recipe.seed, subset=recipe.subset, per_class=recipe.per_class, holdout=recipe.holdout
-    )
+    data = data or open_recipe_data(recipe)
     if stored is not None:
-        check_own_files(out)
-        check_same_classes(stored, data, out)
+        checkpoint.check_own_files(out)
+        if stored.labels != tuple(data.classes):
+            counts = f"{len(stored.labels)} classes, and {data.name} has {len(data.classes)}, or other names for them"
+            raise UserError(f"the run in {out} has {counts}; continue with the same data")
         cluster.agree(lambda: manifest.check_data(out, data, hashed=recipe.hash_data, accept=accept))
     recipe = resolve_length(recipe, len(data.train), len(data.test), cluster.world)
     if stored is not None:
         if (key := difference(recipe, stored.recipe)) is not None:
-            raise UserError(
-                f"the run in {out} has another {key}; continue it with its own settings, or use a new --out"
-            )
-        found = find_checkpoint(last_checkpoint(out), lambda meta: check_meta(meta, recipe))
+            advice = "continue it with its own settings, or use a new --out"
+            raise UserError(f"the run in {out} has another {key}; {advice}")
+        found = checkpoint.find_checkpoint(checkpoint.last_checkpoint(out), lambda meta: check_meta(meta, recipe))
         if found is not None:
             check_size(stored.model, found.folder)
             return RunSetup(out, recipe, data, stored.model, stored.preprocess, found, None)
@@ -151,6 +136,12 @@ def prepare_run(
     setup = RunSetup(out, recipe, data, model.config, preprocess, None, model)
     cluster.agree(lambda: write_run_files(setup, new=stored is None, trial=trial))
     return setup
+
+
+def open_recipe_data(recipe: Recipe) -> Data:
+    """The recipe's data, split as the recipe has it."""
+    r = recipe
+    return open_data(r.data, seed=r.seed, subset=r.subset, per_class=r.per_class, holdout=r.holdout)
 
 
 def write_run_files(setup: RunSetup, *, new: bool, trial: bool) -> None:
@@ -222,36 +213,16 @@ def write_recipe(setup: RunSetup) -> None:
         file.write(json.dumps(about, indent=1) + "\n")
 
 
-def check_same_classes(stored: StoredRun, data: Data, out: Path) -> None:
-    if stored.labels != tuple(data.classes):
-        raise UserError(
-            f"the run in {out} has {len(stored.labels)} classes, and {data.name} has {len(data.classes)}, or other "
-            "names for them; continue with the same data"
-        )
-
-
 def make_loaders(setup: RunSetup, cluster: Cluster, micro: int) -> tuple[TrainLoader, EvalLoader]:
     """Loaders of training images, in micro-batches, and of test images."""
-    r, size = setup.recipe, setup.config.image_size
-    common: dict[str, Any] = {
-        "workers": pick_workers(cluster.device) if r.workers is None else r.workers,
-        "device": cluster.device,
-        "rank": cluster.rank,
-        "world": cluster.world,
-        "resident": r.resident,
-    }
+    r, size, preprocess, batch = setup.recipe, setup.config.image_size, setup.preprocess, micro * cluster.world
+    workers = pick_workers(cluster.device) if r.workers is None else r.workers
+    common: dict[str, Any] = {"workers": workers, "resident": r.resident, **vars(cluster)}  # device, rank and world
     train = TrainLoader(
-        setup.data.train,
-        size,
-        r.augment,
-        setup.preprocess,
-        batch=micro * cluster.world,
-        seed=r.seed,
-        broken_limit=r.broken_limit,
-        **common,
+        setup.data.train, size, r.augment, preprocess, batch=batch, seed=r.seed, broken_limit=r.broken_limit, **common
     )
     batch = min(2 * micro, max(256, TEST_PIXELS // (size[0] * size[1])))  # without gradients, twice as many fit
-    return train, EvalLoader(setup.data.test, size, setup.preprocess, batch=batch, **common)
+    return train, EvalLoader(setup.data.test, size, preprocess, batch=batch, **common)
 
 
 # ---- the micro-batch: as large as fits in memory

@@ -21,16 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from vitlab.errors import UserError
 from vitlab.text import brief
-from vitlab.training.checkpoint import (
-    METADATA,
-    CheckpointMeta,
-    commit_folder,
-    disk_errors,
-    make_new_folder,
-    read_checkpoint,
-    sibling,
-    write_meta,
-)
+from vitlab.training import checkpoint
+from vitlab.training.checkpoint import METADATA, CheckpointMeta, disk_errors, sibling
 from vitlab.training.parallel import Cluster
 
 ALLOWED = {
@@ -103,7 +95,7 @@ class ShardedWriter:
         self.wait()
         if self.cluster.first:
             with disk_errors(folder):
-                make_new_folder(folder)
+                checkpoint.make_new_folder(folder)
         self.cluster.barrier()
         writer = FileSystemWriter(sibling(folder, "new"), overwrite=True)
         written = async_save(dict(state), storage_writer=writer, process_group=self.group)
@@ -116,8 +108,8 @@ class ShardedWriter:
             except CheckpointException as error:  # one error per process that failed
                 raise OSError(str(next(iter(error.failures.values()))[0])) from error
             if self.cluster.first:
-                write_meta(sibling(folder, "new"), meta)
-                commit_folder(folder)
+                checkpoint.write_meta(sibling(folder, "new"), meta)
+                checkpoint.commit_folder(folder)
 
     def wait(self) -> None:
         """Wait until the checkpoint begun last is on disk; raises the error of writing it."""
@@ -137,7 +129,7 @@ def read_state(folder: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     Those of a sharded one are sharded, or not, as the tensors in `expected` are.
     """
     if not (folder / METADATA).exists():
-        return read_checkpoint(folder)
+        return checkpoint.read_checkpoint(folder)
     state: dict[str, Tensor] = {}
     for key, entry in read_metadata(folder).state_dict_metadata.items():
         if key not in expected:

@@ -18,26 +18,14 @@ from vitlab.data.rng import keys
 from vitlab.device import has_bf16, out_of_memory
 from vitlab.errors import UserError
 from vitlab.models.config import ViTConfig
+from vitlab.models.variants import build
 from vitlab.models.vit import ViT
 from vitlab.terminal import warn
-from vitlab.training.checkpoint import (
-    CheckpointMeta,
-    collect_state,
-    expected_state,
-    last_checkpoint,
-    remove_leftovers,
-    restore_state,
-)
+from vitlab.training import checkpoint
+from vitlab.training.checkpoint import CheckpointMeta
 from vitlab.training.cuda_graph import GraphedStep, StepResult
 from vitlab.training.masked import MaskedPatches, PatchPrediction
-from vitlab.training.objectives import (
-    Classification,
-    Objective,
-    blank_batch,
-    measure_objective,
-    sigmoid_loss,
-    softmax_loss,
-)
+from vitlab.training.objectives import LOSSES, Classification, Objective, blank_batch, measure_objective
 from vitlab.training.optim import Average, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from vitlab.training.parallel import Cluster, gather_full, gradient_sync, wrap_module
 from vitlab.training.setup import RunSetup, choose_micro, divisors, make_loaders
@@ -60,13 +48,9 @@ class Trainer:
         self.core, self.objective = self.make_core()
         compiled = r.compile == "yes" or (r.compile == "auto" and cluster.device.type == "cuda")
         self.module = wrap_module(self.core, cluster, recompute=r.recompute, compiled=compiled, parallel=r.parallel)
+        betas, capturable = (r.beta1, r.beta2), r.cuda_graph and self.is_one_gpu
         self.optimizer = make_optimizer(
-            self.core,
-            r.optimizer,
-            weight_decay=r.weight_decay,
-            betas=(r.beta1, r.beta2),
-            momentum=r.momentum,
-            capturable=r.cuda_graph and self.is_one_gpu,
+            self.core, r.optimizer, weight_decay=r.weight_decay, betas=betas, momentum=r.momentum, capturable=capturable
         )
         self.graphed: GraphedStep | None = None
         self.average = Average(self.core, r.ema) if r.ema else None
@@ -84,18 +68,18 @@ class Trainer:
 
     def make_core(self) -> tuple[nn.Module, Objective]:
         """The module that learns, on its device, and its objective."""
-        model, r, config = self.setup.make_model(), self.recipe, self.setup.config
-        core: nn.Module = model
-        objective: Objective = Classification(sigmoid_loss if r.objective == "sigmoid" else softmax_loss)
-        if r.objective == "masked":
+        r, config = self.recipe, self.setup.config
+        model = self.setup.initial if self.setup.initial is not None else build(config)
+        device, dtype = self.cluster.device, self.dtype
+        if r.objective == "masked":  # never with a frozen body
             if not isinstance(model, ViT) or not isinstance(config, ViTConfig):
                 raise UserError(f"masked patch prediction needs a transformer, and {r.model} is a ResNet")
-            core = MaskedPatches(model)
             objective = PatchPrediction(self.setup.preprocess, r.seed, config.grid, config.stride)
+            return MaskedPatches(model).to(device, dtype), objective
         if r.freeze == "body":
-            for name, p in core.named_parameters():
+            for name, p in model.named_parameters():
                 p.requires_grad_(name.startswith("head."))
-        return core.to(self.cluster.device, self.dtype), objective
+        return model.to(device, dtype), Classification(LOSSES[r.objective])
 
     def restore(self) -> CheckpointMeta:
         """Load the checkpoint to resume from, if there is one, and return its metadata.
@@ -111,10 +95,10 @@ class Trainer:
             for reason in found.damaged:
                 warn(f"skipped the checkpoint {reason}")
         trained = self.core, self.optimizer, self.average
-        restore_state(read_state(found.folder, expected_state(*trained)), *trained)
+        checkpoint.restore_state(read_state(found.folder, checkpoint.expected_state(*trained)), *trained)
         self.cluster.barrier()
         if self.cluster.first:
-            remove_leftovers(last_checkpoint(self.setup.out), found.folder)
+            checkpoint.remove_leftovers(checkpoint.last_checkpoint(self.setup.out), found.folder)
         return found.meta if found.meta.world == world else dataclasses.replace(found.meta, micro=micro)
 
     # ---- the training step
@@ -249,16 +233,13 @@ class Trainer:
         """The objective's report on the test set, every image counted once over all processes."""
         self.module.eval()
         most = -(-len(self.setup.data.test) // self.cluster.world)  # images of the process that has most
+        passes = -(-most // self.test_loader.batch)
+        module = self.module if self.is_sharded else self.core
+        batches = map(self.cast, self.test_loader.batches())
+        spare = self.cast(blank_batch(self.setup.config.image_size, self.cluster.device))
         # eager: a test set has batches of two sizes, and each would be compiled anew
         with self.autocast(), torch.compiler.set_stance("force_eager"):
-            return measure_objective(
-                self.objective,
-                self.module if self.is_sharded else self.core,
-                map(self.cast, self.test_loader.batches()),
-                lambda: self.cast(blank_batch(self.setup.config.image_size, self.cluster.device)),
-                self.cluster,
-                passes=-(-most // self.test_loader.batch),
-            )
+            return measure_objective(self.objective, module, batches, spare, self.cluster, passes)
 
     @property
     def is_sharded(self) -> bool:
@@ -266,7 +247,7 @@ class Trainer:
 
     def state(self) -> dict[str, Tensor]:
         """All tensors that a checkpoint holds, by name; nothing is copied."""
-        return collect_state(self.core, self.optimizer, self.average)
+        return checkpoint.collect_state(self.core, self.optimizer, self.average)
 
     def final_weights(self) -> dict[str, Tensor]:
         """The model's weights on the CPU, unsharded, and averaged if the run averages."""
