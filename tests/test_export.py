@@ -201,10 +201,10 @@ def test_the_file_is_enough_to_use_the_model(
         exec(code, got)
         ours = classifier.logits(classifier.pixels(Image.open(path))[None])
         np.testing.assert_allclose(got["logits"], ours.numpy(), atol=1e-5)
-    facts = {key: got["facts"][key] for key in ("fit", "any_size", "stride")}
-    assert facts == {"fit": "crop", "any_size": "true", "stride": "8"}
-    assert json.loads(got["facts"]["labels"]) == ["a", "b", "c", "d", "고양이"]
-    assert json.loads(got["facts"]["model"])["patch"] == 8
+    meta = {key: got["meta"][key] for key in ("fit", "any_size", "stride")}
+    assert meta == {"fit": "crop", "any_size": "true", "stride": "8"}
+    assert json.loads(got["meta"]["labels"]) == ["a", "b", "c", "d", "고양이"]
+    assert json.loads(got["meta"]["model"])["patch"] == 8
 
 
 def test_the_file_has_standard_operators_and_no_paths_of_this_machine(exported: tuple[Path, ExportResult]) -> None:
@@ -242,7 +242,7 @@ def test_a_model_beyond_one_file_gets_a_second(run: str, tmp_path: Path, monkeyp
 
 
 def test_a_file_that_differs_is_not_written(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_zeros(module: nn.Module, model: Model, dynamic_size: bool, path: Path) -> compare.Runner:
+    def write_zeros(module: nn.Module, model: Model, dynamic_size: bool, path: Path) -> onnx_file.Runner:
         path.write_bytes(b"x")
         return lambda images: torch.zeros(len(images), 5)
 
