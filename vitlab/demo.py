@@ -17,7 +17,7 @@ from torch import Tensor
 from vitlab.analysis.gallery import Gallery
 from vitlab.data.loader import Batch, EvalLoader
 from vitlab.data.open import open_data
-from vitlab.data.source import Data, ImageSource
+from vitlab.data.source import ImageSource
 from vitlab.errors import UserError
 from vitlab.models.vit import ViT
 from vitlab.predict.files import predict_files
@@ -31,10 +31,7 @@ MOST_SHOWN = 12
 PHOTOS = 20  # files of each digit
 FIGURES = ("positions", "rollout", "steps")
 NEXT = (
-    (
-        "vitlab finetune photos/ --weights google/vit-base-patch16-224 --out runs/mine",
-        "one folder per class in photos/",
-    ),
+    ("vitlab finetune photos/ --weights google/vit-base-patch16-224 --out runs/mine", "photos/: one folder per class"),
     ("vitlab predict runs/mine photo.jpg", "the class of an image"),
     ("vitlab serve runs/mine", "a web page to drop images on"),
 )
@@ -58,9 +55,9 @@ def show(console: Console, out: Path) -> None:
     data = open_data(find("digits").recipe.data)
     model = load(out)
     assert isinstance(model, ViT)
-    tests = read_all(model, data)
-    guesses = predict(model, tests.images)
-    show_mistakes(console, tests, guesses)
+    size, preprocess = model.config.image_size, model.card.preprocess
+    tests = next(EvalLoader(data.test, size, preprocess, batch=len(data.test)).batches())
+    show_mistakes(console, model, tests)
     show_steps(console, model, tests.images[:1])
     write_digits(data.test, out)
     print_line(console, f"\nvitlab predict {out} {out / 'samples'}")
@@ -109,17 +106,6 @@ def write_digits(source: ImageSource, out: Path) -> None:
 # ---- in the terminal
 
 
-def read_all(model: ViT, data: Data) -> Batch:
-    """The complete test set, as one batch."""
-    loader = EvalLoader(data.test, model.config.image_size, model.card.preprocess, batch=len(data.test))
-    return next(iter(loader.batches()))
-
-
-@torch.no_grad()
-def predict(model: ViT, images: Tensor) -> Tensor:
-    return model(images).argmax(-1)
-
-
 @torch.no_grad()
 def show_steps(console: Console, model: ViT, image: Tensor) -> None:
     def shape(x: Tensor) -> str:
@@ -137,7 +123,9 @@ def show_steps(console: Console, model: ViT, image: Tensor) -> None:
     console.print(table)
 
 
-def show_mistakes(console: Console, tests: Batch, guesses: Tensor) -> None:
+@torch.no_grad()
+def show_mistakes(console: Console, model: ViT, tests: Batch) -> None:
+    guesses = model(tests.images).argmax(-1)
     wrong = (guesses != tests.labels).nonzero()[:, 0].tolist()
     if not wrong:
         return
