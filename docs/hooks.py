@@ -1,20 +1,17 @@
-"""What the site is given while it is built: the README as its home page, and tables of settings from the code."""
+"""Hooks of the site's build: the README as its home page, and tables of settings from the code."""
 
-import dataclasses
-import inspect
 import re
 import sys
-import typing
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # the package beside these pages, not one that is installed elsewhere
 
 from vitlab.data.transforms import Augment  # noqa: E402
 from vitlab.models.config import Preprocess, ResNetConfig, StemConfig, ViTConfig  # noqa: E402
-from vitlab.training.recipe import Recipe  # noqa: E402
+from vitlab.settings import describe  # noqa: E402
+from vitlab.training.recipe import NESTED, Recipe  # noqa: E402
 
 KINDS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (Recipe, Augment, Preprocess, ViTConfig, ResNetConfig, StemConfig)
@@ -43,39 +40,8 @@ def home(readme: str) -> str:
 def settings_table(kind: type[Any]) -> str:
     """A Markdown table of the fields of a settings class."""
     lines = ["| setting | type | default | meaning |", "|---|---|---|---|"]
-    for name, type_, default, help_ in setting_rows(kind):
-        cells = (f"`{name}`", f"`{type_}`", f"`{default}`" if default else "required", help_)
+    for setting in describe(kind, skip=NESTED if kind is Recipe else ()):
+        default = f"`{setting.default}`" if setting.default else "-"
+        cells = (f"`{setting.name}`", f"`{setting.type}`", default, setting.help)
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines)
-
-
-def setting_rows(kind: type[Any]) -> list[tuple[str, str, str, str]]:
-    """(name, type, default, help) of every field; help is the comment behind it."""
-    hints = typing.get_type_hints(kind)
-    comments = dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.*)$", inspect.getsource(kind), re.MULTILINE))
-    rows = []
-    for field in dataclasses.fields(kind):
-        default = "" if field.default is dataclasses.MISSING else default_text(field.default)
-        if field.default_factory is not dataclasses.MISSING:
-            default = f"{typing.cast(Any, field.default_factory).__name__}()"
-        rows.append((field.name, type_text(hints[field.name]), default, comments.get(field.name, "")))
-    return rows
-
-
-def default_text(value: object) -> str:
-    """A value as it is written in `key=value`."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def type_text(hint: Any) -> str:
-    """A type in few characters: `int`, `int, int`, `adamw | sgd`."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return " | ".join(map(str, args))
-    if origin in (UnionType, typing.Union):
-        return " | ".join("none" if arg is type(None) else type_text(arg) for arg in args)
-    if origin is tuple:
-        return ", ".join("..." if arg is Ellipsis else type_text(arg) for arg in args)
-    return str(getattr(hint, "__name__", hint))

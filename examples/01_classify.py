@@ -7,18 +7,15 @@ python examples/01_classify.py google/vit-base-patch16-224 photo.jpg   # a model
 import sys
 from pathlib import Path
 
-from PIL import Image
 from quick_run import train_digits
 
 import vitlab
 
 
 def main(model: str, photo: str) -> None:
-    classifier = vitlab.Classifier(model)
-    pixels = classifier.pixels(Image.open(photo).convert("RGB"))  # (3, height, width), as in evaluation
-    probabilities = classifier.probabilities(pixels[None])[0]  # (classes,)
-    for index in probabilities.argsort(descending=True)[:5].tolist():
-        print(f"{probabilities[index]:6.1%}  {classifier.labels[index]}")
+    prediction = vitlab.Classifier(model).predict(photo, top=5)
+    for label, probability in prediction.top:
+        print(f"{probability:6.1%}  {label}")
 
 
 if __name__ == "__main__":

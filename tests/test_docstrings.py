@@ -22,6 +22,9 @@ FILES = {
 }
 NAMES = [*sorted({*vitlab.__all__} - {"UserError"}), "predict.Classifier"]
 DESCRIBED = {
+    "create": ("Args:", "Returns:", "Raises:", "Settings:"),
+    "load": ("Args:", "Returns:", "Raises:", "Settings:"),
+    "convert": ("Args:", "Raises:", "Settings:"),
     "save": ("Args:", "Raises:"),
     "attention": ("Args:", "Returns:", "Raises:"),
     "build": ("Args:", "Returns:"),

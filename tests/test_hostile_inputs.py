@@ -49,7 +49,7 @@ def test_weights_that_are_a_pipe(photos: Path, tmp_path: Path, name: str, comman
     ("setting", "value", "words"),
     [
         ("crop", 1e-4, "crop must be at least 0.1 and at most 1, not 0.0001"),  # scales a photo to 80,000 pixels a side
-        ("std", [1e-30] * 3, "std must be three numbers from 0.0001 to 255"),
+        ("std", [1e-30] * 3, "std must be at least 0.0001 and at most 255"),
     ],
 )
 def test_preprocessing_that_asks_for_all_memory(

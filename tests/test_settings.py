@@ -22,7 +22,10 @@ ROOT = Path(vitlab.__file__).parent.parent
 LINE = '    dropout: Annotated[float, RATE, "dropout rate after every dense layer but qkv"] = 0.0\n'
 ADDED = '    sparkle: Annotated[float, RATE, "a setting that only this test has"] = 0.25\n'
 SEEN = """
-import inspect, json, vitlab
+import inspect, json, sys, vitlab
+sys.path.insert(0, "docs")
+import hooks
+from vitlab.models.config import ViTConfig
 from vitlab.models.variants import configure
 from vitlab.training.recipe import describe_keys, flat, keys, override
 from vitlab.training.recipes import find
@@ -34,12 +37,15 @@ print(json.dumps({
     "key": "sparkle" in keys(),
     "recipe": flat(recipe)["sparkle"],
     "table": [s.help for rows in describe_keys().values() for s in rows if s.name == "sparkle"],
+    "site": "| `sparkle` | `float` | `0.25` | a setting that only this test has |" in hooks.settings_table(ViTConfig),
 }))
 """
 
 
 def test_a_field_added_to_the_config_appears_everywhere(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "vitlab", tmp_path / "vitlab", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "hooks.py", tmp_path / "docs")
     config = tmp_path / "vitlab" / "models" / "config.py"
     assert LINE in config.read_text()
     config.write_text(config.read_text().replace(LINE, LINE + ADDED))
@@ -47,7 +53,7 @@ def test_a_field_added_to_the_config_appears_everywhere(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", SEEN], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     expected = '{"create": 0.25, "help": true, "config": 0.125, "key": true, "recipe": 0.5, "table": '
-    assert done.stdout.strip() == expected + '["a setting that only this test has"]}'
+    assert done.stdout.strip() == expected + '["a setting that only this test has"], "site": true}'
     command = [sys.executable, "-c", "from vitlab.cli import main; main()", "recipes", "--keys"]
     listed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert "sparkle" in listed.stdout, listed.stderr

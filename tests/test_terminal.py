@@ -231,7 +231,7 @@ def test_a_folder_that_cannot_be_created_is_one_line(
     tarfile.open(tmp_path / "a.tar", "w").close()
     code, text = verb("data", tmp_path / "a.tar")
     assert code == 1
-    assert "cannot be used: Not a directory" in text
+    assert "cannot be written: Not a directory" in text
     assert text.count("\n") == 1
 
 

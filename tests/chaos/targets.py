@@ -31,7 +31,8 @@ from vitlab.data.parquet import splits as parquet_splits
 from vitlab.errors import UserError
 from vitlab.report.history import read_history
 from vitlab.training import checkpoint
-from vitlab.training.setup import last, read_recipe
+from vitlab.training.checkpoint import last_checkpoint
+from vitlab.training.setup import read_recipe
 
 REFUSED = (UserError, BrokenImage)
 Read = Callable[[bytes], None]
@@ -191,7 +192,7 @@ def run_reader(name: str) -> Callable[[Path], Read]:
         def read(data: bytes) -> None:
             (run / name).write_bytes(data)
             read_recipe(run)
-            checkpoint.find(last(run))
+            checkpoint.find_checkpoint(last_checkpoint(run))
             read_history(run)
 
         return read

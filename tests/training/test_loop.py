@@ -1,6 +1,5 @@
 """The training step's arithmetic: accumulation, freezing, objectives, memory; and the records a run keeps."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from vitlab.data.loader import TrainLoader
 from vitlab.errors import UserError
 from vitlab.training.optim import learning_rate
 from vitlab.training.parallel import Cluster
-from vitlab.training.recipe import Recipe
+from vitlab.training.recipe import Recipe, change
 from vitlab.training.setup import divisors, fit_micro, prepare_run
 from vitlab.training.trainer import Trainer
 from vitlab.weights import load
@@ -35,9 +34,9 @@ def gradient(out: Path, recipe: Recipe) -> tuple[float, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid", "masked"])
 def test_eight_micro_batches_give_the_gradient_of_one(tmp_path: Path, objective: str) -> None:
-    recipe = dataclasses.replace(SMALL, objective=objective, dropout=0.0, drop_path=0.0, batch=64, micro=64)
+    recipe = change(SMALL, objective=objective, dropout=0.0, drop_path=0.0, batch=64, micro=64)
     loss, once = gradient(tmp_path / "once", recipe)
-    parts_loss, parts = gradient(tmp_path / "parts", dataclasses.replace(recipe, micro=8))
+    parts_loss, parts = gradient(tmp_path / "parts", change(recipe, micro=8))
     assert parts_loss == pytest.approx(loss, rel=1e-5)
     assert once.keys() == parts.keys()
     difference = sum(float((once[k] - parts[k]).double().pow(2).sum()) for k in once) ** 0.5
@@ -53,7 +52,7 @@ def test_the_first_loss_by_hand(tmp_path: Path) -> None:
 
 def test_a_step_is_torchs(tmp_path: Path) -> None:
     """Four steps of the loop against the same four written out."""
-    recipe = dataclasses.replace(SMALL, dropout=0.0, drop_path=0.0, micro=32, steps=4, warmup=1, clip=0.5)
+    recipe = change(SMALL, dropout=0.0, drop_path=0.0, micro=32, steps=4, warmup=1, clip=0.5)
     trainer = make_trainer(tmp_path / "a", recipe)
     other = make_trainer(tmp_path / "b", recipe)
     model = other.core
@@ -89,7 +88,7 @@ def test_rates_in_the_log_are_the_schedules(tmp_path: Path) -> None:
 
 
 def test_frozen_body_stays_and_head_learns(tmp_path: Path) -> None:
-    recipe = dataclasses.replace(SMALL, freeze="body", weight_decay=0.3)
+    recipe = change(SMALL, freeze="body", weight_decay=0.3)
     trainer = make_trainer(tmp_path, recipe)
     before = {name: p.detach().clone() for name, p in trainer.core.named_parameters()}
     for step in range(3):
@@ -119,15 +118,15 @@ def test_masked_run_leaves_a_model_without_a_head(tmp_path: Path) -> None:
 
 
 def test_recomputed_activations_change_nothing(tmp_path: Path) -> None:
-    plain = gradient(tmp_path / "a", dataclasses.replace(SMALL, micro=32))
-    again = gradient(tmp_path / "b", dataclasses.replace(SMALL, micro=32, recompute=True))
+    plain = gradient(tmp_path / "a", change(SMALL, micro=32))
+    again = gradient(tmp_path / "b", change(SMALL, micro=32, recompute=True))
     assert plain[0] == again[0]
     assert all(torch.equal(plain[1][k], again[1][k]) for k in plain[1])
 
 
 def test_out_of_memory_shrinks_the_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that cannot take more than ten images at a time is given eight."""
-    recipe = dataclasses.replace(SMALL, micro=32, dropout=0.0, drop_path=0.0)
+    recipe = change(SMALL, micro=32, dropout=0.0, drop_path=0.0)
     trainer = make_trainer(tmp_path / "small", recipe)
     plain_loss = trainer.objective.loss
 

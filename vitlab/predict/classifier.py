@@ -24,7 +24,11 @@ from vitlab.weights import load
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most probable classes of one image, best first."""
+    """The most probable classes of one image, best first.
+
+    >>> Prediction("cat.jpg", ("cat", "dog"), (0.75, 0.25)).label
+    'cat'
+    """
 
     file: str
     labels: tuple[str, ...]
