@@ -42,9 +42,8 @@ def begin(console: Terminal, out: Path) -> tuple[Recipe, bool]:
     recipe = find("digits").recipe
     images = len(open_data(recipe.data, seed=recipe.seed).train)
     resume = read_recipe(out) is not None
-    line = (
-        f"{'resuming training of' if resume else 'training'} a small ViT on {images:,} handwritten digits of 8x8 pixels"
-    )
+    action = "resuming training of" if resume else "training"
+    line = f"{action} a small ViT on {images:,} handwritten digits of 8x8 pixels"
     if resume and (out / WEIGHTS).exists():
         line = f"{out} already has the demo's model, which is used (remove the folder to train again)"
     console.print(line, soft_wrap=True)
