@@ -16,17 +16,20 @@ from rich.console import Console
 from vitlab import demo
 from vitlab.data.open import open_data
 from vitlab.errors import UserError
+from vitlab.terminal import Terminal
 from vitlab.training.loop import train
 from vitlab.training.recipes import find
 
 VITLAB = Path(sys.executable).with_name("vitlab")
 
 
-def recording() -> Console:
-    return Console(file=io.StringIO(), width=120)
+def recording() -> Terminal:
+    console = Terminal()
+    console.file, console.width = io.StringIO(), 120
+    return console
 
 
-def printed(console: Console) -> str:
+def printed(console: Terminal) -> str:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

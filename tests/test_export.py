@@ -242,7 +242,7 @@ def test_a_model_beyond_one_file_gets_a_second(run: str, tmp_path: Path, monkeyp
 
 
 def test_a_file_that_differs_is_not_written(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_zeros(module: nn.Module, model: Model, dynamic_size: bool, path: Path) -> compare.Runner:
+    def write_zeros(module: nn.Module, model: Model, dynamic_size: bool, path: Path) -> onnx_file.Runner:
         path.write_bytes(b"x")
         return lambda images: torch.zeros(len(images), 5)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.columns import Columns
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -17,10 +16,12 @@ from torch import Tensor
 from vitlab.analysis.gallery import Gallery
 from vitlab.data.loader import Batch, EvalLoader
 from vitlab.data.open import open_data
-from vitlab.data.source import Data, ImageSource
+from vitlab.data.source import ImageSource
 from vitlab.errors import UserError
+from vitlab.files import write_errors
 from vitlab.models.vit import ViT
 from vitlab.predict.files import predict_files
+from vitlab.terminal import Terminal
 from vitlab.training.recipe import Recipe
 from vitlab.training.recipes import find
 from vitlab.training.setup import read_recipe
@@ -29,63 +30,51 @@ from vitlab.weights.formats.vitlab import WEIGHTS
 
 MOST_SHOWN = 12
 PHOTOS = 20  # files of each digit
-FIGURES = ("positions", "rollout", "steps")
 NEXT = (
-    (
-        "vitlab finetune photos/ --weights google/vit-base-patch16-224 --out runs/mine",
-        "one folder per class in photos/",
-    ),
+    ("vitlab finetune photos/ --weights google/vit-base-patch16-224 --out runs/mine", "photos/: one folder per class"),
     ("vitlab predict runs/mine photo.jpg", "the class of an image"),
     ("vitlab serve runs/mine", "a web page to drop images on"),
 )
 
 
-def begin(console: Console, out: Path) -> tuple[Recipe, bool]:
+def begin(console: Terminal, out: Path) -> tuple[Recipe, bool]:
     """The recipe, and whether there is a run in `out` to resume."""
     recipe = find("digits").recipe
     images = len(open_data(recipe.data, seed=recipe.seed).train)
     resume = read_recipe(out) is not None
+    action = "resuming training of" if resume else "training"
+    line = f"{action} a small ViT on {images:,} handwritten digits of 8x8 pixels"
     if resume and (out / WEIGHTS).exists():
-        print_line(console, f"{out} already has the demo's model, which is used (remove the folder to train again)")
-    else:
-        action = "resuming training of" if resume else "training"
-        print_line(console, f"{action} a small ViT on {images:,} handwritten digits of 8x8 pixels")
+        line = f"{out} already has the demo's model, which is used (remove the folder to train again)"
+    console.print(line, soft_wrap=True)
     return recipe, resume
 
 
-def show(console: Console, out: Path) -> None:
+def show(console: Terminal, out: Path) -> None:
     """Show what the finished run in `out` predicts, and write samples and figures to its folder."""
     data = open_data(find("digits").recipe.data)
     model = load(out)
     assert isinstance(model, ViT)
-    tests = read_all(model, data)
-    guesses = predict(model, tests.images)
-    show_mistakes(console, tests, guesses)
+    size, preprocess = model.config.image_size, model.card.preprocess
+    tests = next(EvalLoader(data.test, size, preprocess, batch=len(data.test)).batches())
+    samples = out / "samples"
+    show_mistakes(console, model, tests)
     show_steps(console, model, tests.images[:1])
     write_digits(data.test, out)
-    print_line(console, f"\nvitlab predict {out} {out / 'samples'}")
-    predict_files(str(out), [str(out / "samples")], kind="table")
+    console.print(f"\nvitlab predict {out} {samples}", soft_wrap=True)
+    predict_files(str(out), [str(samples)], kind="table")
     try:
-        Gallery(model, out / "inside", FIGURES).write([out / "samples" / "3.png"], lambda line: None)
+        Gallery(model, out / "inside", ("positions", "rollout", "steps")).write([samples / "3.png"], lambda line: None)
     except UserError as error:  # matplotlib is optional
-        print_line(console, f"no figures: {error}")
-    show_end(console, out)
-
-
-def show_end(console: Console, out: Path) -> None:
+        console.print(f"no figures: {error}", soft_wrap=True)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_row("report.html", "training curves, accuracy, mistakes: open it in a browser")
     table.add_row("inside/", "attention, and the five steps as images")
     table.add_row("photos/, samples/", "digits to try the other commands on, as in docs/tutorial.md")
-    console.print(f"\nin {out}:", highlight=False)
-    console.print(table, highlight=False)
-    console.print("\nNext, with your own photos:", style="bold", highlight=False)
+    console.print(f"\nin {out}:", table, sep="\n")
+    console.print("\nNext, with your own photos:", style="bold")
     for command, what in NEXT:
-        console.print(f"  {command}   [dim]# {what}[/]", highlight=False, markup=True, soft_wrap=True)
-
-
-def print_line(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(f"  {command}   [dim]# {what}[/]", markup=True, soft_wrap=True)
 
 
 # ---- digits as files
@@ -93,7 +82,7 @@ def print_line(console: Console, line: str) -> None:
 
 def write_digits(source: ImageSource, out: Path) -> None:
     """Write one file of each digit to samples/ and twenty others to photos/."""
-    try:
+    with write_errors(out):
         for label, name in enumerate(source.classes):
             first, *others = np.flatnonzero(source.labels == label)[: PHOTOS + 1].tolist()
             (out / "samples").mkdir(exist_ok=True)
@@ -102,26 +91,13 @@ def write_digits(source: ImageSource, out: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             for number, index in enumerate(others, 1):
                 source.image(index).save(folder / f"{number:02}.png")
-    except OSError as error:
-        raise UserError(f"the digits cannot be written to {out}: {error.strerror or error}") from None
 
 
 # ---- in the terminal
 
 
-def read_all(model: ViT, data: Data) -> Batch:
-    """The complete test set, as one batch."""
-    loader = EvalLoader(data.test, model.config.image_size, model.card.preprocess, batch=len(data.test))
-    return next(iter(loader.batches()))
-
-
 @torch.no_grad()
-def predict(model: ViT, images: Tensor) -> Tensor:
-    return model(images).argmax(-1)
-
-
-@torch.no_grad()
-def show_steps(console: Console, model: ViT, image: Tensor) -> None:
+def show_steps(console: Terminal, model: ViT, image: Tensor) -> None:
     def shape(x: Tensor) -> str:
         return " x ".join(map(str, x.shape[1:]))
 
@@ -137,7 +113,9 @@ def show_steps(console: Console, model: ViT, image: Tensor) -> None:
     console.print(table)
 
 
-def show_mistakes(console: Console, tests: Batch, guesses: Tensor) -> None:
+@torch.no_grad()
+def show_mistakes(console: Terminal, model: ViT, tests: Batch) -> None:
+    guesses = model(tests.images).argmax(-1)
     wrong = (guesses != tests.labels).nonzero()[:, 0].tolist()
     if not wrong:
         return

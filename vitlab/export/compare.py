@@ -3,24 +3,19 @@
 import copy
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.status import Status
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitlab.data.transforms import normalize
 from vitlab.errors import UserError
 from vitlab.export.images import ImageSet
-from vitlab.export.onnx import stride_of
+from vitlab.export.onnx import Runner, stride_of
 from vitlab.models.config import Preprocess, Size
 from vitlab.models.variants import Model
 from vitlab.terminal import track
 
-Runner = Callable[[Tensor], Tensor]  # images (b, 3, height, width) to logits (b, K)
 BATCHES = (1, 16)
 COMPARED = 64  # images that logits are compared on
 LIMITS = {"fp32": 1e-4, "fp16": 0.05}  # how far a logit may be off; in proportion where logits exceed
@@ -46,58 +41,34 @@ class Comparison:
         )
 
 
-def torch_runner(module: nn.Module) -> Runner:
-    @torch.inference_mode()
-    def run(images: Tensor) -> Tensor:
-        return module(images)
-
-    return run
-
-
-def onnx_runner(path: Path) -> Runner:
-    """The file in ONNX Runtime on the CPU, on as many threads as torch uses."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    name = session.get_inputs()[0].name
-
-    def run(images: Tensor) -> Tensor:
-        return torch.from_numpy(session.run(None, {name: images.numpy()})[0])
-
-    return run
-
-
-def compute_logits(run: Runner, pixels: Tensor, preprocess: Preprocess, batch: int, title: str) -> Tensor:
+@torch.inference_mode()
+def compute_logits(run: Runner, pixels: Tensor, how: Preprocess, title: str, batch: int = BATCHES[-1]) -> Tensor:
     """Logits (n, K) of bytes (n, 3, h, w), with a progress bar."""
     starts = track(range(0, len(pixels), batch), title)
-    return torch.cat([run(normalize(pixels[at : at + batch], preprocess)) for at in starts])
+    return torch.cat([run(normalize(pixels[at : at + batch], how)) for at in starts])
 
 
 def largest_difference(exported: Runner, model: Runner, pixels: Tensor, preprocess: Preprocess) -> tuple[float, float]:
     """The largest difference of a logit over the images, in batches of each size, and the largest logit."""
-    expected = compute_logits(model, pixels, preprocess, BATCHES[-1], "running the model").double()
+    expected = compute_logits(model, pixels, preprocess, "running the model").double()
     worst = 0.0
     for batch in BATCHES:
-        logits = compute_logits(exported, pixels, preprocess, batch, f"running the file in batches of {batch}").double()
+        logits = compute_logits(exported, pixels, preprocess, f"running the file in batches of {batch}", batch).double()
         worst = max(worst, float((logits - expected).abs().max().nan_to_num(nan=torch.inf)))
     return worst, float(expected.abs().max())
 
 
 def compare(
-    exported: Runner, model: Model, images: ImageSet, dynamic_size: bool, limit: float
+    exported: Runner, model: Model, images: ImageSet, dynamic_size: bool, precision: str = "fp32"
 ) -> tuple[Comparison, ...]:
     """Compare at the model's own size and, with `dynamic_size`, at another; UserError if a logit is too far off."""
     images = images.sample(COMPARED)
-    sizes = [model.config.image_size, *([another_size(model)] if dynamic_size else [])]
     comparisons = []
-    for size in sizes:
-        reference = torch_runner(copy.deepcopy(model).resize(size))
+    for size in [model.config.image_size, another_size(model)] if dynamic_size else [model.config.image_size]:
+        reference = copy.deepcopy(model).resize(size)
         pixels = images.pixels(size, model.card.preprocess)
         difference, largest = largest_difference(exported, reference, pixels, model.card.preprocess)
-        allowed = limit * max(1, largest / USUAL_LOGIT)
+        allowed = LIMITS[precision] * max(1, largest / USUAL_LOGIT)
         if not difference <= allowed:
             raise UserError(
                 f"nothing is written: on {images.title} at {size[0]}x{size[1]} the exported logits differ from the "
@@ -116,7 +87,7 @@ def another_size(model: Model) -> Size:
 
 def agreement(exported: Runner, expected: Tensor, pixels: Tensor, preprocess: Preprocess) -> tuple[float, float]:
     """The share of images with the same best class as in `expected` (n, K), and the largest difference of a logit."""
-    logits = compute_logits(exported, pixels, preprocess, BATCHES[-1], "measuring agreement")
+    logits = compute_logits(exported, pixels, preprocess, "measuring agreement")
     return float((logits.argmax(1) == expected.argmax(1)).double().mean()), float((logits - expected).abs().max())
 
 
@@ -130,8 +101,3 @@ def seconds_per_image(runners: list[Runner], pixels: Tensor, preprocess: Preproc
             run(images)
             best[number] = min(best[number], (time.perf_counter() - start) / len(images))
     return best
-
-
-def status(title: str) -> Status:
-    """A spinner on the standard error while work goes on, where that is a terminal."""
-    return Console(stderr=True).status(f"{title} ...")

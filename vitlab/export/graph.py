@@ -6,18 +6,16 @@ were learned for.
 """
 
 import copy
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitlab.models.axial import AxialBlock
-from vitlab.models.positions import Axes, Table
+from vitlab.models.positions import Axes, Relative, Table
 from vitlab.models.resnet import ResNet, SameConv, StdConv, Stem
 from vitlab.models.variants import Model
-from vitlab.models.vit import Attention, ViT
+from vitlab.models.vit import ViT
 
 
 class TracedConv(StdConv):
@@ -81,8 +79,7 @@ def traceable(model: Model) -> Model:
     for module in model.modules():
         if isinstance(module, StdConv):
             module.weight.copy_(module.standardized())
-        if type(module) in TRACED:
-            module.__class__ = TRACED[type(module)]  # the same weights under the same names, another forward
+        module.__class__ = TRACED.get(type(module), type(module))  # the same weights, another forward
     return model
 
 
@@ -100,96 +97,72 @@ class Half(nn.Module):
 # ---- images of any size
 
 
-@dataclass
-class Grid:
-    """The patches down and across of the images being computed; shared by the modules that need it."""
+class AnySize:
+    """A module of a ViT that needs the patches down and across, h and w, of the images being computed."""
 
-    h: int = 0
-    w: int = 0
+    new_grid: list[int]  # shared by all modules of a model
+
+
+class AnyViT(ViT, AnySize):
+    """A ViT whose position tables are resampled to the grid of its images in every forward."""
+
+    def tokens(self, images: Tensor) -> Tensor:
+        x = self.embed(images if self.stem is None else self.stem(images))  # (B, D, h, w)
+        self.new_grid[:] = x.shape[2:]
+        return self.encode(x.flatten(2).transpose(1, 2))
+
+
+class AnyTable(Table, AnySize):
+    def forward(self, layer: int) -> Tensor:
+        table = super().forward(layer)
+        rows = resample_grid(table[self.token :].unflatten(0, self.grid), *self.new_grid)
+        return torch.cat([table[: self.token], rows.flatten(0, 1)])  # (N, D)
+
+
+class AnyAxes(Axes, AnySize):
+    def forward(self, layer: int) -> Tensor:
+        layer = layer if self.rows.shape[0] > 1 else 0
+        h, w = self.new_grid
+        rows, columns = resample_rows(self.rows[layer], h), resample_rows(self.columns[layer], w)  # (h, D/2), (w, D/2)
+        both = torch.cat([columns.expand(h, -1, -1), rows[:, None].expand(-1, w, -1)], -1)
+        return torch.cat([self.token[layer], both.flatten(0, 1)])  # (N, D)
+
+
+class AnyRelative(Relative, AnySize):
+    def forward(self, q: Tensor) -> Tensor:
+        h, w = self.new_grid
+        offsets = resample_grid(self.offsets, 2 * h - 1, 2 * w - 1)
+        rows = torch.cat([offsets.flatten(0, 1), self.token])  # (R, D)
+        keys = rows.unflatten(1, (self.heads, -1)).permute(1, 2, 0)  # (H, K, R)
+        index = symbolic_offset_index(h, w, len(self.token) > 0)
+        logits = q @ keys.to(q.dtype)  # (B, H, N, R)
+        return logits.gather(-1, index.expand(*logits.shape[:2], -1, -1))  # (B, H, N, N)
+
+
+ANY_SIZE: dict[type[nn.Module], type[nn.Module]] = {
+    ViT: AnyViT,
+    Table: AnyTable,
+    Axes: AnyAxes,
+    Relative: AnyRelative,
+}
+
+
+def any_size(model: Model) -> Model:
+    """Change a traceable model, in place, to one for images of any size, as `resize` would make it for each."""
+    grid = [0, 0]
+    for module in model.modules():  # a ResNet has none of these
+        module.__class__ = ANY_SIZE.get(type(module), type(module))
+        if isinstance(module, AnySize):
+            module.new_grid = grid
+        elif isinstance(module, AxialBlock):
+            module.grid = grid  # type: ignore[assignment]
+    return model
 
 
 def export_module(model: Model, dynamic_size: bool, half: bool = False) -> nn.Module:
     """What is traced: a copy that computes what the model does, for images of one or of any size."""
     module = any_size(traceable(model)) if dynamic_size else traceable(model)
     return Half(module) if half else module
-
-
-def any_size(model: Model) -> nn.Module:
-    """A traceable model for images of any size, as `resize` would make it for each; the model itself is changed."""
-    return AnyViT(model) if isinstance(model, ViT) else model  # a ResNet has no positions
-
-
-class AnyViT(nn.Module):
-    """A ViT whose position tables are resampled to the grid of its images in every forward."""
-
-    def __init__(self, model: ViT) -> None:
-        super().__init__()
-        self.model, self.grid = model, Grid()
-        if isinstance(model.positions, Table):
-            model.positions = AnyTable(model.positions, self.grid)  # type: ignore[assignment]
-        elif isinstance(model.positions, Axes):
-            model.positions = AnyAxes(model.positions, self.grid)  # type: ignore[assignment]
-        for number, block in enumerate(model.blocks):
-            if isinstance(block, AxialBlock):
-                model.blocks[number] = AnyAxial(block, self.grid)
-        for module in model.modules():
-            if isinstance(module, Attention) and module.relative is not None:
-                module.relative = AnyRelative(module.relative, self.grid)  # type: ignore[assignment]
-
-    def forward(self, images: Tensor) -> Tensor:
-        m = self.model
-        x = m.embed(images if m.stem is None else m.stem(images))  # (B, D, h, w)
-        self.grid.h, self.grid.w = x.shape[2:]
-        features = m.pool_tokens(m.encode(x.flatten(2).transpose(1, 2)))
-        return features if m.head is None else m.head(features)
-
-
-class Resampled(nn.Module):
-    """Positions of the kind of `old`, resampled to the grid in every forward."""
-
-    def __init__(self, old: Any, grid: Grid) -> None:
-        super().__init__()
-        self.old, self.grid = old, grid
-
-
-class AnyTable(Resampled):
-    def forward(self, layer: int) -> Tensor:
-        table, token = self.old(layer), self.old.token
-        rows = resample_grid(table[token:].unflatten(0, self.old.grid), self.grid.h, self.grid.w)
-        return torch.cat([table[:token], rows.flatten(0, 1)])  # (N, D)
-
-
-class AnyAxes(Resampled):
-    def forward(self, layer: int) -> Tensor:
-        layer = layer if self.old.rows.shape[0] > 1 else 0
-        h, w = self.grid.h, self.grid.w
-        rows = resample_rows(self.old.rows[layer], h)  # (h, D/2)
-        columns = resample_rows(self.old.columns[layer], w)  # (w, D/2)
-        both = torch.cat([columns.expand(h, -1, -1), rows[:, None].expand(-1, w, -1)], -1)
-        return torch.cat([self.old.token[layer], both.flatten(0, 1)])  # (N, D)
-
-
-class AnyRelative(Resampled):
-    def forward(self, q: Tensor) -> Tensor:
-        h, w = self.grid.h, self.grid.w
-        offsets = resample_grid(self.old.offsets, 2 * h - 1, 2 * w - 1)
-        rows = torch.cat([offsets.flatten(0, 1), self.old.token])  # (R, D)
-        keys = rows.unflatten(1, (self.old.heads, -1)).permute(1, 2, 0)  # (H, K, R)
-        index = symbolic_offset_index(h, w, len(self.old.token) > 0)
-        logits = q @ keys.to(q.dtype)  # (B, H, N, R)
-        return logits.gather(-1, index.expand(*logits.shape[:2], -1, -1))  # (B, H, N, N)
-
-
-class AnyAxial(nn.Module):
-    def __init__(self, old: AxialBlock, grid: Grid) -> None:
-        super().__init__()
-        self.rows, self.columns, self.grid = old.rows, old.columns, grid  # the weights keep their names
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.unflatten(1, (self.grid.h, self.grid.w))
-        x = self.rows(x)
-        x = self.columns(x.transpose(1, 2)).transpose(1, 2)
-        return x.flatten(1, 2)
 
 
 def symbolic_offset_index(h: int, w: int, token: bool) -> Tensor:

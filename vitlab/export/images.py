@@ -1,7 +1,7 @@
 """The images that an export is calibrated and compared on: the user's own, or generated ones."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from vitlab.data.images import BrokenImage
 from vitlab.data.open import open_data
-from vitlab.data.source import ImageSource
 from vitlab.data.transforms import eval_pixels
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
@@ -61,11 +60,11 @@ class ImageSet:
         """At most `count` of them, evenly spread, since data sets are often sorted by class."""
         n = len(self)
         spread = np.unique(np.linspace(0, n - 1, min(n, count)).round().astype(int)).tolist()
-        return ImageSet(self.title, self.source, [self.indices[i] for i in spread])
+        return replace(self, indices=[self.indices[i] for i in spread])
 
     def without(self, others: "ImageSet") -> "ImageSet":
         excluded = set(others.indices)
-        return ImageSet(self.title, self.source, [index for index in self.indices if index not in excluded])
+        return replace(self, indices=[index for index in self.indices if index not in excluded])
 
 
 def open_images(name: str | None) -> ImageSet:
@@ -83,8 +82,7 @@ class AllSplits:
     """All splits of a data set, one after another."""
 
     def __init__(self, name: str) -> None:
-        data = open_data(name)
-        self.parts: list[ImageSource] = [part for part in (data.train, data.validation, data.test) if part is not None]
+        self.parts = open_data(name).splits.values()
 
     def __len__(self) -> int:
         return sum(len(part) for part in self.parts)

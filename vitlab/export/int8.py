@@ -1,32 +1,20 @@
 """An ONNX file with int8 layers that agrees with float, or an error: calibrate, choose layers, write, measure."""
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitlab.errors import UserError
-from vitlab.export import onnx
-from vitlab.export.compare import (
-    BATCHES,
-    LIMITS,
-    SPEED_BATCH,
-    Comparison,
-    Runner,
-    agreement,
-    compare,
-    compute_logits,
-    onnx_runner,
-    seconds_per_image,
-    status,
-)
+from vitlab.export.compare import SPEED_BATCH, Comparison, agreement, compare, compute_logits, seconds_per_image
 from vitlab.export.graph import any_size, export_module, traceable
 from vitlab.export.images import ImageSet
+from vitlab.export.onnx import OnnxFile, to_proto
 from vitlab.export.qdq import quantize_layers
-from vitlab.export.quantize import Scale, calibrate, count_float_layers, dense_layers, margin_changes, rank_layers
+from vitlab.export.quantize import calibrate, count_float_layers, dense_layers, margin_changes, rank_layers
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
 
@@ -62,7 +50,7 @@ class Int8Result:
     title: str
     separate: bool  # whether it was measured on other images than it was calibrated on
     float_bytes: int
-    seconds: tuple[float, float]  # per image, of the float file and of this one
+    seconds: list[float]  # per image, of the float file and of this one
     comparisons: tuple[Comparison, ...]  # of the float file
 
     def lines(self, size: int) -> list[str]:
@@ -85,19 +73,9 @@ def megabytes(size: int) -> str:
     return f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e9:,.3g} GB"
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """The float file and its logits."""
-
-    run: Runner
-    bytes: int
-    logits: Tensor  # (n, K)
-    comparisons: tuple[Comparison, ...]
-
-
-def write_int8(request: Int8Request, path: Path, weights: Path) -> Int8Result:
-    """Write the file to `path`; UserError if the model cannot be quantized or does not agree well enough."""
-    model = request.model
+def write_int8(request: Int8Request, file: OnnxFile) -> Int8Result:
+    """Write the file; UserError if the model cannot be quantized or does not agree well enough."""
+    model, dynamic_size = request.model, request.dynamic_size
     if not isinstance(model, ViT):
         raise UserError("int8 is for the dense layers of transformers, and this model is a ResNet; use --fp16")
     if model.config.classes < 2:
@@ -105,36 +83,34 @@ def write_int8(request: Int8Request, path: Path, weights: Path) -> Int8Result:
     calibration, measured, separate = split_images(request)
     preprocess, size = model.card.preprocess, model.config.image_size
     calibration_pixels, pixels = calibration.pixels(size, preprocess), measured.pixels(size, preprocess)
-    with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as folder:
-        base = write_baseline(request, measured, pixels, Path(folder))
+    with tempfile.TemporaryDirectory(prefix=".", dir=file.path.parent) as folder:
+        base = OnnxFile(Path(folder) / "float.onnx", Path(folder) / "float.onnx.data")
+        base.save(to_proto(export_module(model, dynamic_size), model, dynamic_size))
+        run = base.runner()
+        comparisons = compare(run, model, measured, dynamic_size)
+        logits = compute_logits(run, pixels, preprocess, "running float")
         graph = traceable(model)
         assert isinstance(graph, ViT)
         scales = calibrate(graph, calibration_pixels, preprocess)
         chosen_on = calibration_pixels[:: max(1, len(calibration_pixels) // CHOICE)]
         sizes = {name: layer.weight.numel() for name, layer in dense_layers(graph).items()}
         variance = rank_layers(margin_changes(graph, scales, chosen_on, preprocess), sizes)
-        with status("exporting"):
-            proto = onnx.to_proto(any_size(graph) if request.dynamic_size else graph, model, request.dynamic_size)
-        floats, share, difference = search(request, proto, scales, variance, base.logits, pixels, path, weights)
+        proto = to_proto(any_size(graph) if dynamic_size else graph, model, dynamic_size)
+
+        def measure(floats: tuple[str, ...]) -> tuple[float, float]:
+            file.save(quantize_layers(proto, {name: scale for name, scale in scales.items() if name not in floats}))
+            return agreement(file.runner(), logits, pixels, preprocess)
+
+        floats, share, difference = search(measure, variance, logits, request.least)
         if share < request.least:
             raise UserError(
                 f"nothing is written: int8 gives the best class of float on {share:.2%} of {len(pixels)} images of "
                 f"{measured.title}, below {request.least:.2%}; calibrate on more images like those the model will see, "
                 "or allow less with --least-agreement"
             )
-        before, after = seconds_per_image([base.run, onnx_runner(path)], pixels, preprocess)
-    return Int8Result(
-        layers=len(scales),
-        floats=floats,
-        agreement=share,
-        difference=difference,
-        images=len(pixels),
-        title=measured.title,
-        separate=separate,
-        float_bytes=base.bytes,
-        seconds=(before, after),
-        comparisons=base.comparisons,
-    )
+        seconds = seconds_per_image([run, file.runner()], pixels, preprocess)
+        where = len(pixels), measured.title, separate
+        return Int8Result(len(scales), floats, share, difference, *where, base.bytes, seconds, comparisons)
 
 
 def split_images(request: Int8Request) -> tuple[ImageSet, ImageSet, bool]:
@@ -150,46 +126,24 @@ def split_images(request: Int8Request) -> tuple[ImageSet, ImageSet, bool]:
     return calibration, (others if separate else images).sample(MEASURED), separate
 
 
-def write_baseline(request: Int8Request, measured: ImageSet, pixels: Tensor, folder: Path) -> Baseline:
-    """The file that would be written without int8, compared with the model as that would be."""
-    path, weights = folder / "float.onnx", folder / "float.onnx.data"
-    with status("exporting in float"):
-        module = export_module(request.model, request.dynamic_size)
-        proto = onnx.to_proto(module, request.model, request.dynamic_size)
-        onnx.save(proto, path, weights)
-        run = onnx_runner(path)
-    comparisons = compare(run, request.model, measured, request.dynamic_size, LIMITS["fp32"])
-    logits = compute_logits(run, pixels, request.model.card.preprocess, BATCHES[-1], "running float")
-    return Baseline(run, onnx.total_size(path, weights), logits, comparisons)
-
-
 def search(
-    request: Int8Request,
-    proto: Any,
-    scales: dict[str, Scale],
-    variance: dict[str, float],
-    logits: Tensor,
-    pixels: Tensor,
-    path: Path,
-    weights: Path,
+    measure: Callable[[tuple[str, ...]], tuple[float, float]], variance: dict[str, float], logits: Tensor, least: float
 ) -> tuple[tuple[str, ...], float, float]:
     """Leave as many layers float as should suffice, measure, and leave more float if it did not.
 
-    Returns the layers left float, the agreement, and the largest difference of a logit.
+    `measure` writes a file in which the given layers are float, and returns its agreement and the largest difference
+    of a logit. Returns the layers left float and these two.
     """
     best, second = logits.topk(2).values.unbind(1)
     order, share, difference = list(variance), 0.0, 0.0
     floats: tuple[str, ...] = ()
     for attempt in range(TRIES):
-        aim = 1 - (1 - min(request.least, 0.999)) * SLACK * 0.5**attempt
+        aim = 1 - (1 - min(least, 0.999)) * SLACK * 0.5**attempt
         count = max(count_float_layers(variance, best - second, aim), len(floats) + STEP if attempt else 0)
         if attempt and count >= len(order):
             break
         floats = tuple(order[: min(count, len(order) - 1)])  # at least one is int8, so that an error has its agreement
-        chosen = {name: scale for name, scale in scales.items() if name not in floats}
-        weights.unlink(missing_ok=True)
-        onnx.save(quantize_layers(proto, chosen), path, weights)
-        share, difference = agreement(onnx_runner(path), logits, pixels, request.model.card.preprocess)
-        if share >= request.least:
+        share, difference = measure(floats)
+        if share >= least:
             break
     return floats, share, difference

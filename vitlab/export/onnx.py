@@ -3,23 +3,28 @@
 The input is `images`, float32 (batch, 3, height, width), normalized; the output is `logits`, float32 (batch, K).
 """
 
+import importlib
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from rich.console import Console
+from torch import Tensor, nn
 
 from vitlab import __version__
 from vitlab.errors import UserError
+from vitlab.files import atomic_path
 from vitlab.models.config import ViTConfig
 from vitlab.models.variants import Model
 from vitlab.settings import to_json
 
+Runner = Callable[[Tensor], Tensor]  # images (b, 3, height, width) to logits (b, K)
 OPSET = 20  # the first with GELU as one operation
 LARGEST = 2_000_000_000  # bytes of weights in one file; the format's limit is 2 GiB
 
@@ -27,9 +32,8 @@ LARGEST = 2_000_000_000  # bytes of weights in one file; the format's limit is 2
 def check_packages() -> None:
     """Raise UserError if a package that exporting needs is missing."""
     try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
+        for name in ("onnx", "onnxruntime", "onnxscript"):
+            importlib.import_module(name)
     except ImportError as error:
         raise UserError(f"exporting to ONNX needs {error.name}: pip install 'vitlab[export]'") from None
 
@@ -39,7 +43,7 @@ def stride_of(model: Model) -> int:
     return model.config.stride if isinstance(model.config, ViTConfig) else 1
 
 
-def example_input(model: Model, any_size: bool) -> tuple[torch.Tensor, dict[int, Any]]:
+def example_input(model: Model, any_size: bool) -> tuple[Tensor, dict[int, Any]]:
     """Images to trace with, and their dynamic dimensions. Tracing would make sizes of 0 and 1 constant."""
     shapes: dict[int, Any] = {0: torch.export.Dim("batch")}
     height, width = model.config.image_size
@@ -54,17 +58,10 @@ def example_input(model: Model, any_size: bool) -> tuple[torch.Tensor, dict[int,
 def to_proto(module: nn.Module, model: Model, any_size: bool) -> Any:
     """`module`, which computes what `model` does, as an onnx.ModelProto."""
     images, shapes = example_input(model, any_size)
-    with quiet(), torch.no_grad():
-        program = torch.onnx.export(
-            module,
-            (images,),
-            dynamo=True,
-            opset_version=OPSET,
-            input_names=["images"],
-            output_names=["logits" if model.config.classes else "features"],
-            dynamic_shapes=(shapes,),
-            verbose=False,
-        )
+    options: dict[str, Any] = {"opset_version": OPSET, "dynamic_shapes": (shapes,), "verbose": False}
+    options |= {"input_names": ["images"], "output_names": ["logits" if model.config.classes else "features"]}
+    with exporting():
+        program = torch.onnx.export(module, (images,), dynamo=True, **options)
     if program is None:
         raise RuntimeError("torch.onnx.export returned no program")
     proto = program.model_proto
@@ -91,55 +88,68 @@ def metadata(model: Model, any_size: bool) -> dict[str, str]:
 def remove_notes(proto: Any) -> None:
     """Remove the exporter's notes, which contain paths of this machine and are as long as the graph."""
     graph = proto.graph
-    for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+    for part in (proto, graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
         del part.metadata_props[:]
         part.doc_string = ""
-    del proto.metadata_props[:]
-    proto.doc_string = ""
-
-
-# ---- files: weights beyond one file's limit are in a second one beside it
-
-
-def save(proto: Any, path: Path, weights: Path) -> None:
-    """Write to `path`; where the weights are too large for it they go to `weights`, which the file refers to."""
-    import onnx
-
-    if sum(len(tensor.raw_data) for tensor in proto.graph.initializer) <= LARGEST:
-        path.write_bytes(proto.SerializeToString())
-    else:
-        onnx.save(proto, path, save_as_external_data=True, location=weights.name, size_threshold=1024)
 
 
 @contextmanager
-def weights_file(target: Path) -> Iterator[Path]:
-    """The path of the second file; it is removed where the block raises."""
-    path = target.with_name(f"{target.name}.data")
-    if path.exists():
-        raise UserError(f"{path} exists; remove it or name another place")
+def exporting() -> Iterator[None]:
+    """Show a spinner on the standard error, and silence the exporters' warnings; errors are raised anyway."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        yield path
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-
-
-def total_size(*paths: Path) -> int:
-    """The bytes of those that exist."""
-    return sum(path.stat().st_size for path in paths if path.exists())
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the exporters' warnings; errors are raised anyway."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
+        with Console(stderr=True).status("exporting ..."), warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)
+
+
+# ---- files
+
+
+@dataclass(frozen=True)
+class OnnxFile:
+    """An ONNX file; weights that are too large for it are in a second one beside it."""
+
+    path: Path
+    weights: Path
+
+    def save(self, proto: Any) -> None:
+        import onnx
+
+        self.weights.unlink(missing_ok=True)
+        if sum(len(tensor.raw_data) for tensor in proto.graph.initializer) <= LARGEST:
+            self.path.write_bytes(proto.SerializeToString())
+        else:
+            onnx.save(proto, self.path, save_as_external_data=True, location=self.weights.name, size_threshold=1024)
+
+    @property
+    def bytes(self) -> int:
+        return sum(path.stat().st_size for path in (self.path, self.weights) if path.exists())
+
+    def runner(self) -> Runner:
+        """The file in ONNX Runtime on the CPU, on as many threads as torch uses."""
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
+        name = session.get_inputs()[0].name
+        return lambda images: torch.from_numpy(session.run(None, {name: images.numpy()})[0])
+
+
+@contextmanager
+def new_file(target: Path) -> Iterator[OnnxFile]:
+    """A temporary file that is renamed to `target` at the end; nothing is left where the block raises."""
+    weights = target.with_name(f"{target.name}.data")  # never renamed, since the file refers to it by name
+    with atomic_path(target, folder=False) as path:
+        if weights.exists():
+            raise UserError(f"{weights} exists; remove it or name another place")
+        try:
+            yield OnnxFile(path, weights)
+        except BaseException:
+            weights.unlink(missing_ok=True)
+            raise

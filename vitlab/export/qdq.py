@@ -53,15 +53,12 @@ def find_products(graph: Any, names: Mapping[str, Scale]) -> dict[str, Any]:
     """The MatMul node of each named layer: the one to whose output the layer's bias is added."""
     weights = {tensor.name for tensor in graph.initializer}
     products = {node.output[0]: node for node in graph.node if node.op_type == "MatMul" and node.input[1] in weights}
-    biases = {f"{prefix}{name}.bias": name for name in names for prefix in ("", "model.")}
+    biases = {f"{name}.bias": name for name in names}
     layers: dict[str, Any] = {}
-    for node in graph.node:
-        if node.op_type == "Add":
-            name = next((biases[word] for word in node.input if word in biases), None)
-            product = next((products[word] for word in node.input if word in products), None)
-            if name is not None and product is not None:
-                layers[name] = product
-    missing = names.keys() - layers.keys()
-    if missing:
+    for one, other in (node.input for node in graph.node if node.op_type == "Add"):
+        for product, bias in ((one, other), (other, one)):
+            if product in products and bias in biases:
+                layers[biases[bias]] = products[product]
+    if missing := names.keys() - layers.keys():
         raise RuntimeError(f"the exporter did not write {min(missing)} as a product and a sum")
     return layers

@@ -16,8 +16,10 @@ softmax, GELU, the residual stream), the patches and the head stay float.
 Shapes: B batch, N tokens, D width of a layer's input, n images.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -70,10 +72,16 @@ def make_scale(low: Tensor, high: Tensor) -> Scale:
     return Scale(step, round(-least / step))
 
 
-def batches(pixels: Tensor, preprocess: Preprocess, title: str) -> Iterator[Tensor]:
-    """Normalized images, with a progress bar."""
-    for at in track(range(0, len(pixels), BATCH), title):
-        yield normalize(pixels[at : at + BATCH], preprocess)
+Record = Callable[[str, nn.Linear, tuple[Tensor], Tensor], None]  # of a layer: name, module, inputs, output
+
+
+def watch_batches(model: ViT, pixels: Tensor, preprocess: Preprocess, title: str, record: Record) -> Iterator[Tensor]:
+    """Normalized images, with a progress bar; meanwhile every forward of a dense layer calls `record`."""
+    with ExitStack() as hooks:
+        for name, layer in dense_layers(model).items():
+            hooks.enter_context(layer.register_forward_hook(partial(record, name)))
+        for at in track(range(0, len(pixels), BATCH), title):
+            yield normalize(pixels[at : at + BATCH], preprocess)
 
 
 @torch.no_grad()
@@ -81,19 +89,13 @@ def record_ranges(model: ViT, pixels: Tensor, preprocess: Preprocess) -> dict[st
     """The minimum and the maximum of each channel of each layer's input, (D,) each."""
     ranges: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def update(name: str, x: Tensor) -> None:
-        low, high = x.flatten(0, -2).aminmax(dim=0)
+    def update(name: str, _: nn.Linear, inputs: tuple[Tensor], out: Tensor) -> None:
+        low, high = inputs[0].flatten(0, -2).aminmax(dim=0)
         before = ranges.get(name, (low, high))
         ranges[name] = torch.minimum(before[0], low), torch.maximum(before[1], high)
 
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, args, name=name: update(name, args[0]))
-        for name, layer in dense_layers(model).items()
-    ]
-    for images in batches(pixels, preprocess, "calibrating"):
+    for images in watch_batches(model, pixels, preprocess, "calibrating", update):
         model(images)
-    for hook in hooks:
-        hook.remove()
     return ranges
 
 
@@ -153,21 +155,16 @@ def margin_changes(model: ViT, scales: dict[str, Scale], pixels: Tensor, preproc
     """To first order, how quantizing only one layer changes the margin of each image, (n,) per layer."""
     changes: dict[str, list[Tensor]] = {name: [] for name in scales}
 
-    def record_change(name: str, layer: nn.Linear, x: Tensor, out: Tensor) -> None:
+    def record_change(name: str, layer: nn.Linear, inputs: tuple[Tensor], out: Tensor) -> None:
         with torch.no_grad():
-            error = F.linear(scales[name].fake_quantize(x), fake_quantize_weight(layer.weight), layer.bias) - out
+            x = scales[name].fake_quantize(inputs[0])
+            error = F.linear(x, fake_quantize_weight(layer.weight), layer.bias) - out
         out.register_hook(lambda gradient: changes[name].append((gradient * error).flatten(1).sum(1)))
 
-    hooks = [
-        layer.register_forward_hook(lambda m, args, out, name=name: record_change(name, m, args[0], out))
-        for name, layer in dense_layers(model).items()
-    ]
     model.requires_grad_(False)
-    for images in batches(pixels, preprocess, "choosing layers"):
+    for images in watch_batches(model, pixels, preprocess, "choosing layers", record_change):
         best, second = model(images.requires_grad_()).topk(2).values.unbind(1)
         (best - second).sum().backward()
-    for hook in hooks:
-        hook.remove()
     return {name: torch.cat(parts) for name, parts in changes.items()}
 
 

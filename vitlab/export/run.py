@@ -10,11 +10,10 @@ from torch import nn
 
 from vitlab.errors import UserError
 from vitlab.export import onnx
-from vitlab.export.compare import LIMITS, Comparison, Runner, compare, onnx_runner, status, torch_runner
+from vitlab.export.compare import Comparison, compare
 from vitlab.export.graph import export_module
 from vitlab.export.images import open_images
 from vitlab.export.int8 import Int8Request, Int8Result, megabytes, write_int8
-from vitlab.files import atomic_path
 from vitlab.models.variants import Model
 from vitlab.weights import load
 
@@ -64,20 +63,18 @@ def export(
     check_request(target, precision, calibrate, least)
     model = load(run).float()
     images = open_images(check or calibrate)
-    with atomic_path(target, folder=False) as path, onnx.weights_file(target) as weights:
+    with onnx.new_file(target) as file:
         if precision == "int8":
             request = Int8Request(model, dynamic_size, open_images(calibrate), images if check else None, least)
-            int8 = write_int8(request, path, weights)
-            return ExportResult(target, onnx.total_size(path, weights), int8.comparisons, int8)
+            int8 = write_int8(request, file)
+            return ExportResult(target, file.bytes, int8.comparisons, int8)
         module = export_module(model, dynamic_size, half=precision == "fp16")
-        with status("exporting"):
-            if target.suffix == ".pt2":
-                runner = write_pt2(module, model, dynamic_size, path)
-            else:
-                onnx.save(onnx.to_proto(module, model, dynamic_size), path, weights)
-                runner = onnx_runner(path)
-        comparisons = compare(runner, model, images, dynamic_size, LIMITS[precision])
-        return ExportResult(target, onnx.total_size(path, weights), comparisons)
+        if target.suffix == ".pt2":
+            runner = write_pt2(module, model, dynamic_size, file.path)
+        else:
+            file.save(onnx.to_proto(module, model, dynamic_size))
+            runner = file.runner()
+        return ExportResult(target, file.bytes, compare(runner, model, images, dynamic_size, precision))
 
 
 def check_request(target: Path, precision: Precision, calibrate: str | None, least: float) -> None:
@@ -95,11 +92,11 @@ def check_request(target: Path, precision: Precision, calibrate: str | None, lea
         raise UserError(f"the least agreement must be above 0 and at most 1, not {least:g}")
 
 
-def write_pt2(module: nn.Module, model: Model, dynamic_size: bool, path: Path) -> Runner:
+def write_pt2(module: nn.Module, model: Model, dynamic_size: bool, path: Path) -> onnx.Runner:
     """Write a module by torch.export; returns the file, loaded again."""
     images, shapes = onnx.example_input(model, dynamic_size)
-    with onnx.quiet(), torch.no_grad():
+    with onnx.exporting():
         program = torch.export.export(module, (images,), dynamic_shapes=(shapes,))
         metadata = json.dumps(onnx.metadata(model, dynamic_size), indent=2)
         torch.export.save(program, path, extra_files={"vitlab.json": metadata})
-        return torch_runner(torch.export.load(path).module())
+        return torch.export.load(path).module()

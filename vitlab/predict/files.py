@@ -17,6 +17,7 @@ from typing import TextIO
 from vitlab.data.workers import BrokenEntry
 from vitlab.device import pick_workers
 from vitlab.errors import Stopped, UserError
+from vitlab.files import write_errors
 from vitlab.predict.classifier import Classifier
 from vitlab.predict.formats import TOP, Format, FormatName, make_format
 from vitlab.predict.inputs import STDIN, Inputs, find_inputs
@@ -35,10 +36,6 @@ class PredictSummary:
     done: int = 0
     broken: int = 0
     first: list[BrokenEntry] = field(default_factory=list)
-
-    def add_broken(self, broken: Sequence[BrokenEntry]) -> None:
-        self.broken += len(broken)
-        self.first += broken[: NAMED - len(self.first)]
 
 
 def predict_files(
@@ -97,15 +94,17 @@ def write_stream(
     with progress("images", summary.total, shown=shown) as advance, catch_stop_signals() as signals:
         for batch in stream:
             if batch.good:
-                write(file, head + form.lines(batch.good))
+                file.write(head + "".join(map(form.line, batch.good)))
+                file.flush()  # a program that follows the output sees every prediction at once
                 summary.done += len(batch.good)
                 head = ""
-            summary.add_broken(batch.broken)
+            summary.broken += len(batch.broken)
+            summary.first += batch.broken[: NAMED - len(summary.first)]
             advance(len(batch.good) + len(batch.broken))
             if signals.number:
                 return signals.number
     if world > 1:
-        write(file, head)  # the other files may have predictions
+        file.write(head)  # the other files may have predictions
     return 0
 
 
@@ -130,13 +129,5 @@ def open_output(out: Path | None) -> Iterator[TextIO]:
             sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
         yield sys.stdout
         return
-    try:
-        with out.open("x", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            yield file
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
-
-
-def write(file: TextIO, text: str) -> None:
-    file.write(text)
-    file.flush()  # a program that follows the output sees every prediction at once
+    with write_errors(out), out.open("x", encoding="utf-8", errors="surrogateescape", newline="") as file:
+        yield file

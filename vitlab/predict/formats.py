@@ -2,8 +2,8 @@
 
 import csv
 import io
+import itertools
 import json
-from collections.abc import Iterable
 from typing import Literal, Protocol
 
 from rich.cells import cell_len, set_cell_size
@@ -23,7 +23,7 @@ class Format(Protocol):
 
     def head(self) -> str: ...
 
-    def lines(self, predictions: Iterable[Prediction]) -> str: ...
+    def line(self, prediction: Prediction) -> str: ...
 
 
 class Table:
@@ -37,9 +37,6 @@ class Table:
 
     def head(self) -> str:
         return self.row("image", "class", "probability", "then" if self.top > 1 else "")
-
-    def lines(self, predictions: Iterable[Prediction]) -> str:
-        return "".join(self.line(prediction) for prediction in predictions)
 
     def line(self, prediction: Prediction) -> str:
         then = ", ".join(f"{printable(label)} {value:.1%}" for label, value in prediction.top[1:])
@@ -56,12 +53,9 @@ class JsonLines:
     def head(self) -> str:
         return ""
 
-    def lines(self, predictions: Iterable[Prediction]) -> str:
-        return "".join(json.dumps(self.to_json(prediction)) + "\n" for prediction in predictions)
-
-    def to_json(self, prediction: Prediction) -> dict[str, object]:
+    def line(self, prediction: Prediction) -> str:
         classes = [{"name": label, "probability": seven_digits(value)} for label, value in prediction.top]
-        return {"path": prediction.file, "classes": classes}
+        return json.dumps({"path": prediction.file, "classes": classes}) + "\n"
 
 
 class Csv:
@@ -72,17 +66,15 @@ class Csv:
 
     def head(self) -> str:
         more = [f"{column}_{i}" for i in range(2, self.top + 1) for column in ("class", "probability")]
-        return self.rows([["path", "class", "probability", *more]])
+        return self.row("path", "class", "probability", *more)
 
-    def lines(self, predictions: Iterable[Prediction]) -> str:
-        return self.rows(
-            [each.file, *(cell for label, value in each.top for cell in (label, seven_digits(value)))]
-            for each in predictions
-        )
+    def line(self, prediction: Prediction) -> str:
+        classes = ((label, seven_digits(value)) for label, value in prediction.top)
+        return self.row(prediction.file, *itertools.chain.from_iterable(classes))
 
-    def rows(self, rows: Iterable[list[object]]) -> str:
+    def row(self, *cells: object) -> str:
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(rows)
+        csv.writer(text, lineterminator="\n").writerow(cells)
         return text.getvalue()
 
 

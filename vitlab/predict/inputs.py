@@ -1,7 +1,6 @@
 """The images `vitlab predict` reads: files, folders, patterns, addresses and standard input, in one fixed order."""
 
 import glob
-import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -36,10 +35,8 @@ class Inputs:
         """The upright RGB image, or BrokenImage."""
         name = self.name(index)
         if name == STDIN:
-            return decode(io.BytesIO(self.stdin), "standard input", shrink)
-        if is_url(name):
-            return decode(io.BytesIO(fetch(name)), name, shrink)
-        return decode(name, name, shrink)
+            return decode(self.stdin, "standard input", shrink)
+        return decode(fetch(name) if is_url(name) else name, name, shrink)
 
 
 def find_inputs(paths: Sequence[str], *, allow_url: bool = False) -> Inputs:
@@ -52,21 +49,22 @@ def find_inputs(paths: Sequence[str], *, allow_url: bool = False) -> Inputs:
 
 def expand(argument: str, allow_url: bool) -> Iterator[str]:
     """The names of the images that one argument stands for."""
-    if argument == STDIN:
-        return iter([STDIN])
-    if "://" in argument:
-        check_url(argument, allow_url)
-        return iter([argument])
     path = os.path.expanduser(argument)
-    if os.path.isdir(path):
-        return iter(sorted(walk_images(Path(path))))
-    if os.path.exists(path):
+    if argument == STDIN:
+        yield STDIN
+    elif "://" in argument:
+        check_url(argument, allow_url)
+        yield argument
+    elif os.path.isdir(path):
+        yield from sorted(walk_images(Path(path)))
+    elif os.path.exists(path):
         if is_special(path):
             raise UserError(f"'{argument}' is a pipe or a device, not a file; write '-' to read one image from a pipe")
-        return iter([path])  # named explicitly, so any file extension is accepted
-    if glob.has_magic(path):
-        return match_pattern(path)
-    raise UserError(f"there is no file or folder '{argument}'")
+        yield path  # named explicitly, so any file extension is accepted
+    elif glob.has_magic(path):
+        yield from match_pattern(path)
+    else:
+        raise UserError(f"there is no file or folder '{argument}'")
 
 
 def match_pattern(pattern: str) -> Iterator[str]:

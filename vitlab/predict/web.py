@@ -106,13 +106,10 @@ def read_body(response: HTTPResponse, name: str) -> bytes:
 
 def read_limited(file: IO[bytes] | HTTPResponse, name: str) -> bytes:
     """All bytes of a stream; BrokenImage if it sends more than LARGEST."""
-    parts, size = [], 0
-    while part := file.read(1 << 16):
-        parts.append(part)
-        size += len(part)
-        if size > LARGEST:
-            raise BrokenImage(name, f"it is larger than {LARGEST >> 20} MB")
-    return b"".join(parts)
+    data = file.read(LARGEST + 1)
+    if len(data) > LARGEST:
+        raise BrokenImage(name, f"it is larger than {LARGEST >> 20} MB")
+    return data
 
 
 # ---- one connection

@@ -36,11 +36,6 @@ class History:
     seconds: float  # spent on training steps alone, without tests
     speed: float  # images a second, the median; 0 where nothing was logged
 
-    @property
-    def seen(self) -> int:
-        """Images of all steps together."""
-        return (self.recipe.steps or 0) * self.recipe.batch
-
 
 def read_history(folder: Path) -> History:
     """The history of the run in a folder; UserError if it is none, is not finished, or has a broken log."""
@@ -82,9 +77,5 @@ def column(records: list[dict[str, Any]], key: str, kind: type = np.float64) -> 
 
 def training_seconds(speeds: list[dict[str, Any]], batch: int) -> float:
     """Seconds of all steps, from the speed between each two log records."""
-    seconds, done = 0.0, 0.0
-    for record in speeds:
-        step = number_field(record, "step")
-        seconds += (step - done) * batch / max(1e-9, number_field(record, "images_per_second"))
-        done = step
-    return seconds
+    steps, speed = column(speeds, "step"), column(speeds, "images_per_second")
+    return float((np.diff(steps, prepend=0) * batch / np.maximum(1e-9, speed)).sum())

@@ -15,8 +15,8 @@ from vitlab.device import memory_errors
 from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import evaluate
 from vitlab.evaluation.result import Evaluation
-from vitlab.files import atomic_file
-from vitlab.models.variants import Model, build
+from vitlab.files import write_text
+from vitlab.models.variants import build
 from vitlab.plots import curves, scores, style
 from vitlab.plots.scores import NAMED
 from vitlab.report.history import History, read_history
@@ -47,8 +47,7 @@ def write_report(run: str | Path, data: str | Data | None = None, *, device: str
         check_trusted_data(history.recipe.data, folder / RECIPE, f"vitlab report {shlex.quote(str(run))} ")
     with memory_errors(f"making the report of {run}", "close other programs, or use --device cpu"):
         page = make_page(str(run), folder, history, data, device)
-    with atomic_file(folder / NAME) as file:
-        file.write(page.encode())
+    write_text(folder / NAME, page)
     return folder / NAME
 
 
@@ -57,13 +56,15 @@ def make_page(run: str, folder: Path, history: History, data: str | Data | None,
     opened = data if isinstance(data, Data) else open_run_data(history.recipe, data)
     size = (folder / WEIGHTS).stat().st_size
     subject = Subject(run, history, model.config, opened, cost(lambda: build(model.config)), size)
-    tested = evaluate_test(model, opened, device) if model.config.classes else None
+    start = time.monotonic()
+    scores = evaluate(model, opened.test, device=device) if model.config.classes else None
+    tested = Tested(scores, time.monotonic() - start) if scores else None
     with progress("report", 5 + MOST) as done:
         try:
-            mistakes = worst_mistakes(tested.scores, model, opened.test, device, done) if tested else []
+            mistakes = worst_mistakes(scores, model, opened.test, device, done) if scores else []
         except BrokenImage as broken:  # it could be read a moment ago
             raise UserError(f"'{broken.name}' cannot be read as an image any more: {broken.why}") from None
-        figures = draw_figures(history, tested.scores if tested else None)
+        figures = draw_figures(history, scores)
         done(5)
     return render(subject, tested, mistakes, figures)
 
@@ -71,22 +72,12 @@ def make_page(run: str, folder: Path, history: History, data: str | Data | None,
 def open_run_data(recipe: Recipe, spec: str | None) -> Data:
     """The named set, or the run's own, split as the run split it, so that no training image is tested on."""
     try:
-        return open_data(
-            spec or recipe.data,
-            seed=recipe.seed,
-            subset=recipe.subset,
-            per_class=recipe.per_class,
-            holdout=recipe.holdout,
-        )
+        name, seed, subset = spec or recipe.data, recipe.seed, recipe.subset
+        return open_data(name, seed=seed, subset=subset, per_class=recipe.per_class, holdout=recipe.holdout)
     except UserError as error:
         if spec is not None:
             raise
         raise UserError(f"{error}; if the run's data has moved, name it: vitlab report RUN DATA") from None
-
-
-def evaluate_test(model: Model, data: Data, device: str) -> Tested:
-    start = time.monotonic()
-    return Tested(evaluate(model, data.test, device=device), time.monotonic() - start)
 
 
 def draw_figures(history: History, tested: Evaluation | None) -> dict[str, PageFigure]:

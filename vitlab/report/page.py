@@ -33,8 +33,9 @@ class Subject:
     @property
     def run_flops(self) -> int:
         """Operations of all training steps; a frozen body has no backward pass."""
-        frozen = self.history.recipe.freeze == "body"
-        return (self.cost.forward_flops if frozen else self.cost.train_flops) * self.history.seen
+        recipe = self.history.recipe
+        flops = self.cost.forward_flops if recipe.freeze == "body" else self.cost.train_flops
+        return flops * (recipe.steps or 0) * recipe.batch
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,11 @@ def render(subject: Subject, tested: Tested | None, mistakes: list[Mistake], fig
 def templates() -> Environment:
     """The templates of this folder, with the functions they use."""
     loader = PackageLoader("vitlab.report", ".")
-    found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    found.globals |= {"version": __version__, "COUNTED": COUNTED}
-    functions = (
-        *(describe.model_name, describe.describe_model, describe.describe_recipe, describe.describe_seconds),
-        *(describe.si_number, describe.percent, describe.percent_range, describe.plural),
-        *(confidence_gap, count_right, next_steps, setting_rows),
-    )
-    found.globals |= {function.__name__: function for function in functions}
-    return found
+    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    functions = (confidence_gap, count_right, next_steps, setting_rows)
+    pages.globals |= vars(describe) | {function.__name__: function for function in functions}
+    pages.globals |= {"version": __version__, "COUNTED": COUNTED}
+    return pages
 
 
 # ---- functions for the templates
@@ -100,17 +97,13 @@ def value_text(value: object) -> str:
 
 def next_steps(subject: Subject) -> list[tuple[str, str]]:
     """(what, command) of what to do with the model."""
-    run = shlex.quote(subject.run)
-    if subject.config.classes == 0:
-        rows = [("fine-tune it on your classes", f"vitlab finetune photos/ --weights {run} --out runs/mine")]
-    else:
-        rows = [
-            ("predict images", f"vitlab predict {run} photo.jpg"),
-            ("serve it on a web page", f"vitlab serve {run}"),
-            ("export it", f"vitlab export {run} model.onnx"),
-        ]
-    if not isinstance(subject.config, ResNetConfig):
-        rows.append(("look inside", f"vitlab inspect {run} photo.jpg"))
-    if subject.config.classes:
-        rows.append(("test it on other images", f"vitlab evaluate {run} other-photos/ --split all"))
-    return rows
+    run, classes = shlex.quote(subject.run), subject.config.classes > 0
+    rows = [
+        (not classes, "fine-tune it on your classes", f"vitlab finetune photos/ --weights {run} --out runs/mine"),
+        (classes, "predict images", f"vitlab predict {run} photo.jpg"),
+        (classes, "serve it on a web page", f"vitlab serve {run}"),
+        (classes, "export it", f"vitlab export {run} model.onnx"),
+        (not isinstance(subject.config, ResNetConfig), "look inside", f"vitlab inspect {run} photo.jpg"),
+        (classes, "test it on other images", f"vitlab evaluate {run} other-photos/ --split all"),
+    ]
+    return [(what, command) for shown, what, command in rows if shown]
