@@ -12,7 +12,8 @@ from vitlab.signals import stoppable
 from vitlab.terminal import printable
 
 if TYPE_CHECKING:
-    from vitlab.evaluation.result import Evaluation, RealScore
+    from vitlab.evaluation.real import RealScore
+    from vitlab.evaluation.result import Evaluation
     from vitlab.evaluation.scores import Rate
 
 SHOWN = 10  # classes and pairs of classes in the terminal; files have all
@@ -95,7 +96,7 @@ def print_scores(result: "Evaluation") -> None:
         table.add_row("top-5", percent_text(result.top5))
     table.add_row("calibration error", percent_text(result.calibration_error))
     if result.real is not None:
-        table.add_row("ReaL", percent_text(result.real.accuracy) + f" of {result.real.counts.images:,} images")
+        table.add_row("ReaL", percent_text(result.real.accuracy) + f" of {result.real.images:,} images")
     console.print(table)
     if result.real is not None:
         print_real(result.real)
@@ -108,8 +109,8 @@ def percent_text(rate: "Rate") -> str:
 
 
 def print_real(real: "RealScore") -> None:
-    own = real.own / real.counts.images
-    line = f"ReaL: {real.counts.skipped:,} images have no label and are skipped; the set's own labels score {own:.2%}"
+    own = real.own / real.images
+    line = f"ReaL: {real.skipped:,} images have no label and are skipped; the set's own labels score {own:.2%}"
     console.print(line, soft_wrap=True)
     if own < 0.5:
         console.remark(
