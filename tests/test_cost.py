@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vitlab.cost import Cost, cost, days
-from vitlab.models.variants import create
+from vitlab.models.variants import Model, create
 
 # exaFLOPs of pre-training on 303 million images. The paper prints 859 for R50+L/16 at 7 epochs and 1668 at 14,
 # which is not twice as much; half of 1668 is 834.
@@ -78,6 +78,27 @@ def test_activation_bytes_equal_what_autograd_keeps_on_real_tensors() -> None:
         + 2 * n * mlp * bf16  # before and after the GELU
     )
     assert found.activation_bytes == pytest.approx(expected, rel=0.15)
+
+
+def kept_by_autograd(model: Model, images: int) -> int:
+    """Sum the bytes that a forward pass of real images in mixed precision saves for the backward pass."""
+    saved: dict[int, torch.Tensor] = {}
+
+    def save(x: torch.Tensor) -> torch.Tensor:
+        return saved.setdefault(x.untyped_storage().data_ptr(), x)
+
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+        model(torch.zeros(images, 3, *model.config.image_size))
+    return sum(x.untyped_storage().nbytes() for x in saved.values())
+
+
+@pytest.mark.parametrize("positions", ["1d", "relative"])
+def test_activation_bytes_are_what_one_more_real_image_adds(positions: str) -> None:
+    """Counted from two images on: tensors of a single image can share storage with the weights."""
+    model = create("Ti/8", image_size=32, depth=2, positions=positions)
+    added = kept_by_autograd(model, 3) - kept_by_autograd(model, 2)
+    found = cost(lambda: create("Ti/8", image_size=32, depth=2, positions=positions))
+    assert found.activation_bytes == pytest.approx(added, rel=0.002)
 
 
 def test_activation_memory_grows_with_depth_and_tokens() -> None:

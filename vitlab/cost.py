@@ -21,6 +21,7 @@ from vitlab.models.variants import Model
 
 BACKWARD = 2  # a backward pass costs two forward ones: gradients of the inputs and of the weights
 STATE = 16  # bytes a parameter takes: itself, its gradient and Adam's two moments, in float32
+BATCH = 65_537  # images; a prime that divides the bytes of those tensors, and only those, that grow with the batch
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # missing in torch's table of formulas
 
 
@@ -61,14 +62,11 @@ def cost(make: Callable[[], Model]) -> Cost:
             if isinstance(module, nn.GroupNorm):  # a GPU's autocast computes these in float32, a CPU's does not
                 module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
         with FlopCounter() as counter:  # type: ignore[no-untyped-call]
-            one = saved_bytes(model, batch=1)
-        return Cost(
-            parameters=sum(p.numel() for p in model.parameters()),
-            length=model.config.length,
-            forward_flops=counter.flops,
-            # the difference leaves out what does not grow with the batch: weights, and their casts
-            activation_bytes=saved_bytes(model, batch=2) - one,
-        )
+            saved = saved_bytes(model)
+    # the others are weights and their casts
+    activations = sum(size for size in saved if size % BATCH == 0)
+    parameters = sum(p.numel() for p in model.parameters())
+    return Cost(parameters, model.config.length, counter.flops // BATCH, activations // BATCH)
 
 
 class FlopCounter(TorchDispatchMode):
@@ -92,14 +90,14 @@ def attention_flops(q: torch.Size, k: torch.Size, v: torch.Size) -> int:
     return 2 * b * h * n * k[2] * (width + v[3])  # q k^T, then weights times v
 
 
-def saved_bytes(model: Model, batch: int) -> int:
-    """Sum the bytes of all tensors that autograd saves for the backward pass of a batch."""
+def saved_bytes(model: Model) -> list[int]:
+    """Run `BATCH` images and return the bytes of each tensor that autograd saves for the backward pass."""
     saved: dict[int, Tensor] = {}  # by storage; the tensors are held, so that no address is reused
 
     def save(x: Tensor) -> Tensor:
         return saved.setdefault(x.untyped_storage()._cdata, x)
 
-    images = torch.empty(batch, 3, *model.config.image_size)
+    images = torch.empty(BATCH, 3, *model.config.image_size)
     with torch.autocast("cpu", torch.bfloat16), saved_tensors_hooks(save, lambda x: x):
         model(images)
-    return sum(x.untyped_storage().nbytes() for x in saved.values())
+    return [x.untyped_storage().nbytes() for x in saved.values()]

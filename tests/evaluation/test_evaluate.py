@@ -66,10 +66,11 @@ def same_scores(found: Evaluation, logits: np.ndarray, labels: np.ndarray, k: in
     precision, recall, _, images = precision_recall_fscore_support(
         labels, guesses, labels=range(k), zero_division=np.nan
     )
-    for i, row in enumerate(found.classes):
-        assert row.images == images[i]
-        assert (np.nan if row.recall is None else row.recall) == pytest.approx(recall[i], nan_ok=True)
-        assert (np.nan if row.precision is None else row.precision) == pytest.approx(precision[i], nan_ok=True)
+    for row in found.class_table():
+        assert row["images"] == images[row["number"]]
+        for name, expected in (("recall", recall), ("precision", precision)):
+            value = np.nan if row[name] is None else row[name]
+            assert value == pytest.approx(expected[row["number"]], nan_ok=True)
     odds = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     assert found.confidence == pytest.approx(odds.max(1), abs=1e-5)
 
@@ -98,7 +99,7 @@ def test_a_set_with_fewer_classes_counts_all_its_images(run: Path, pictures: Arr
     assert found.top1.value == pytest.approx((guesses == pictures.labels[known]).mean())
     assert found.matrix.sum() == len(known)
     assert found.matrix.sum(1).tolist() == [0, (two.labels == 1).sum(), 0, 0, (two.labels == 0).sum(), 0, 0]
-    assert [row.recall is None for row in found.classes] == [True, False, True, True, False, True, True]
+    assert {row["class"] for row in found.class_table() if row["recall"] is not None} == {"bee", "elk"}
     assert "2 of the model's 7" in found.note
 
 
@@ -169,7 +170,7 @@ def test_real_in_an_evaluation() -> None:
     names = tuple(map(str, range(1000)))
     found = score(logits, np.array([5, 9, 3, 8]), names, "", files, (lists, np.arange(4)))
     assert found.real is not None
-    assert vars(found.real.counts) == {"images": 3, "correct": 2, "skipped": 1}
+    assert (found.real.images, found.real.correct, found.real.skipped) == (3, 2, 1)
     assert found.real.accuracy.value == pytest.approx(2 / 3)
     assert found.real.own == 2  # 5 and 9 are in their lists, 8 is not
     assert found.to_json()["real"]["skipped"] == 1

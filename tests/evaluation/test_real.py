@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from vitlab.errors import UserError
-from vitlab.evaluation.real import Lists, Real, count_real, image_number, image_numbers, read_real, real_hits
+from vitlab.evaluation.real import Lists, RealScore, image_number, image_numbers, read_real, score_real
 
 REAL = Path(__file__).parents[2] / ".." / "shared" / "labels" / "real.json"
 
@@ -18,25 +18,31 @@ def name(number: int) -> str:
     return f"val/n01440764/ILSVRC2012_val_{number:08d}.JPEG"
 
 
-def real_accuracy(guesses: NDArray[np.int64], names: Sequence[str], lists: Lists) -> Real:
-    return count_real(*real_hits(guesses, image_numbers(names, len(lists)), lists))
+def real_accuracy(guesses: NDArray[np.int64], names: Sequence[str], lists: Lists) -> RealScore:
+    labels = np.zeros_like(guesses)
+    return score_real(guesses, labels, lists, image_numbers(names, len(lists)))
 
 
 def test_a_case_by_hand() -> None:
     lists = [[3], [1, 2], [], [7, 8, 9], [5], []]
     # image        1  2  3  4  5  6
     guesses = np.array([3, 2, 0, 8, 6, 5])  # right, right, skipped, right, wrong, skipped
-    assert real_accuracy(guesses, [name(i) for i in range(1, 7)], lists) == Real(images=4, correct=3, skipped=2)
+    assert real_accuracy(guesses, [name(i) for i in range(1, 7)], lists) == RealScore(
+        images=4, correct=3, skipped=2, own=0
+    )
 
 
 def test_images_are_found_by_number_not_order() -> None:
     lists = [[3], [1, 2], [], [7]]
     found = real_accuracy(np.array([7, 1, 0]), [name(4), name(2), name(1)], lists)
-    assert found == Real(images=3, correct=2, skipped=0)
+    assert found == RealScore(images=3, correct=2, skipped=0, own=0)
 
 
 def test_empty_lists_are_skipped() -> None:
-    assert real_accuracy(np.array([1]), [name(1)], [[]]) == Real(images=0, correct=0, skipped=1)
+    found = real_accuracy(np.array([1, 2]), [name(1), name(2)], [[], [0]])
+    assert found == RealScore(images=1, correct=0, skipped=1, own=1)
+    with pytest.raises(UserError, match="lists of all 1 images are empty"):
+        real_accuracy(np.array([1]), [name(1)], [[]])
 
 
 @pytest.mark.parametrize(

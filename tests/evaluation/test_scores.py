@@ -12,12 +12,12 @@ from sklearn.metrics import confusion_matrix, precision_recall_fscore_support, t
 from timing import assert_below
 
 from vitlab.errors import UserError
+from vitlab.evaluation.evaluate import score
 from vitlab.evaluation.scores import (
     Rate,
     calibration,
     calibration_interval,
     confusion,
-    per_class,
     rate,
     top_hits,
     wilson,
@@ -44,17 +44,18 @@ def test_confusion_and_rates_are_scikit_learns(k: int, data: st.DataObject) -> N
     labels, guesses = np.array(pairs).T
     matrix = confusion(guesses, labels, k)
     assert (matrix == confusion_matrix(labels, guesses, labels=range(k))).all()
-    rows = per_class(matrix, [f"c{i}" for i in range(k)])
+    names = tuple(f"c{i}" for i in range(k))
+    logits = np.eye(k, dtype=np.float32)[guesses]
+    rows = sorted(score(logits, labels, names, "", ("",) * len(pairs)).class_table(), key=lambda row: row["number"])
     precision, recall, _, support = precision_recall_fscore_support(
         labels, guesses, labels=range(k), zero_division=np.nan
     )
     for i, row in enumerate(rows):
-        assert (row.name, row.images) == (f"c{i}", support[i])
-        assert row.correct == sum(label == guess == i for label, guess in pairs)
-        assert (row.precision is None) == np.isnan(precision[i])
-        assert (row.recall is None) == np.isnan(recall[i])
-        assert row.precision is None or row.precision == pytest.approx(precision[i])
-        assert row.recall is None or row.recall == pytest.approx(recall[i])
+        assert (row["class"], row["images"]) == (f"c{i}", support[i])
+        assert row["correct"] == sum(label == guess == i for label, guess in pairs)
+        for name, expected in (("precision", precision[i]), ("recall", recall[i])):
+            assert (row[name] is None) == np.isnan(expected)
+            assert row[name] is None or row[name] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])

@@ -1,6 +1,7 @@
 """The attention weights of every layer and head, whatever kernel the model runs on."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -61,16 +62,12 @@ def unwrap(model: Any) -> Any:
 def record_inputs(model: ViT, layers: list[Attention], images: Tensor) -> list[Tensor]:
     """Run the model in eval mode and return each layer's input; hooks and modes are restored."""
     inputs: dict[nn.Module, Tensor] = {}
-    hooks = [m.register_forward_hook(lambda m, args, _: inputs.update({m: args[0]})) for m in layers]
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        with torch.compiler.set_stance("force_eager"):  # a compiled part would bypass the hooks
-            model.eval()(images)
-    finally:
-        for module, training in modes:
-            module.training = training
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as undo, torch.compiler.set_stance("force_eager"):  # a compiled part would bypass the hooks
+        for module in model.modules():
+            undo.callback(setattr, module, "training", module.training)
+        for layer in layers:
+            undo.enter_context(layer.register_forward_hook(lambda layer, args, _: inputs.update({layer: args[0]})))
+        model.eval()(images)
     return [inputs[layer] for layer in layers]
 
 

@@ -6,7 +6,7 @@ NAME/arrays.npz                                      the arrays of these, as in 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 OF_WEIGHTS = ("filters", "positions")
 OF_IMAGE = ("rollout", "layers", "heads", "steps")
 FIGURES = (*OF_WEIGHTS, "distance", *OF_IMAGE)
-KINDS = ("png", "svg")
 LAYERS = 6  # rows of the figure of heads, unless layers are chosen
-
-Report = Callable[[str], None]  # receives one line of text
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Gallery:
         check_numbers("layer", self.layers, len(layer_names(self.model.config)))
         check_numbers("head", self.heads, self.model.config.heads)
 
-    def write(self, paths: Sequence[Path], report: Report) -> None:
+    def write(self, paths: Sequence[Path], report: Callable[[str], None]) -> None:
         """Write the chosen figures of the model and of the images at `paths`; report a line for each finished part."""
         if not paths and not set(self.figures) <= set(OF_WEIGHTS):
             raise UserError(f"name at least one image; only the figures {' and '.join(OF_WEIGHTS)} need none")
@@ -81,7 +78,7 @@ class Gallery:
     def write_filters(self) -> str:
         patch = patch_filters(self.model)
         self.write_figure("filters", inside.filters_figure(patch.filters, patch.shares, patch.stem))
-        self.write_arrays("filters", {"filters": patch.filters, "shares": patch.shares})
+        self.write_arrays("filters", filters=patch.filters, shares=patch.shares)
         if patch.stem:
             return f"filters: the {len(patch.filters)} root filters of the stem (a hybrid's patches are not of pixels)"
         return f"filters: first {len(patch.filters)} principal components"
@@ -92,7 +89,7 @@ class Gallery:
         except UserError as none:  # relative offsets, or none at all: nothing to draw, and no error
             return f"positions: no figure, {none}"
         self.write_figure("positions", inside.positions_figure(similarity))
-        self.write_arrays("positions", {"similarity": similarity})
+        self.write_arrays("positions", similarity=similarity)
         trend = describe_trend("of similarity with grid distance", position_trend(similarity))
         return f"positions: {' x '.join(map(str, self.model.config.grid))}{trend}"
 
@@ -102,7 +99,7 @@ class Gallery:
             distance = mean_distance(self.model, read_batches(self.model, paths, advance))
         even = float(cell_distances(c.grid, c.stride).mean())
         self.write_figure("distance", inside.distance_figure(distance, len(paths), even, c.attention == "axial"))
-        self.write_arrays("distance", {"distance": distance, "images": np.array([str(path) for path in paths])})
+        self.write_arrays("distance", distance=distance, images=np.array([str(path) for path in paths]))
         images = f"{len(paths):,} image{'s' if len(paths) > 1 else ''}"
         return f"distance: over {images}{describe_trend('of depth with distance', depth_trend(distance))}"
 
@@ -113,10 +110,9 @@ class Gallery:
         with progress("images", len(paths)) as advance:
             for path, name in zip(paths, names, strict=True):
                 steps = five_steps(self.model, read_image(self.model, path))
-                for figure in OF_IMAGE:
-                    if figure in self.figures:
-                        self.write_figure(f"{name}/{figure}", self.image_figure(figure, steps))
-                self.write_arrays(f"{name}/arrays", {f.name: getattr(steps, f.name) for f in fields(steps)})
+                for figure in [figure for figure in OF_IMAGE if figure in self.figures]:
+                    self.write_figure(f"{name}/{figure}", self.image_figure(figure, steps))
+                self.write_arrays(f"{name}/arrays", **vars(steps))
                 advance(1)
         return f"images: {', '.join(names[:5])}{' …' if len(names) > 5 else ''}"
 
@@ -138,9 +134,9 @@ class Gallery:
     # ---- files
 
     def write_figure(self, name: str, figure: "Figure") -> None:
-        style.write(figure, self.out / name, KINDS)
+        style.write(figure, self.out / name, ("png", "svg"))
 
-    def write_arrays(self, name: str, arrays: dict[str, Any]) -> None:
+    def write_arrays(self, name: str, **arrays: Any) -> None:
         with atomic_file(self.out / f"{name}.npz") as file:
             np.savez_compressed(file, **arrays)
 

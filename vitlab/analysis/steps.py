@@ -4,6 +4,7 @@ Shapes: h and w the grid of tokens, N = hw of them, D width, L layers, H heads, 
 """
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -29,12 +30,10 @@ def five_steps(model: ViT, image: Tensor) -> Steps:
         raise UserError(f"five_steps() takes one image, (3, height, width), not of shape {tuple(image.shape)}")
     parts: list[nn.Module] = [model, model.embed, *model.blocks]
     outputs: dict[nn.Module, Tensor] = {}
-    hooks = [part.register_forward_hook(lambda part, _, out: outputs.update({part: out})) for part in parts]
-    try:
+    with ExitStack() as hooks:
+        for part in parts:
+            hooks.enter_context(part.register_forward_hook(lambda part, _, out: outputs.update({part: out})))
         maps = each_attention(model, image[None])  # one pass computes everything
-    finally:
-        for hook in hooks:
-            hook.remove()
     grids: list[Tensor] = []  # (1, H, h, w) of each layer
 
     def keep_grids() -> Iterator[Tensor]:
@@ -88,10 +87,8 @@ def principal_components(x: Tensor, like: Tensor | None = None) -> Tensor:
     u, s, _ = torch.linalg.svd(x - x.mean(0), full_matrices=False)
     scores = (u * s * (s > 1e-6 * x.abs().max()))[:, :3]
     scores = torch.nn.functional.pad(scores, (0, 3 - scores.shape[1]))
-    if like is None:
-        signs = scores.gather(0, scores.abs().argmax(0, keepdim=True))[0]
-    else:
-        signs = (scores * like).sum(0)
+    largest = scores.gather(0, scores.abs().argmax(0, keepdim=True))[0]
+    signs = largest if like is None else (scores * like).sum(0)
     return torch.where(signs < 0, -scores, scores)
 
 

@@ -23,7 +23,8 @@ from vitlab.signals import stoppable
 from vitlab.terminal import printable
 
 if TYPE_CHECKING:
-    from vitlab.evaluation.result import Evaluation, RealScore
+    from vitlab.evaluation.real import RealScore
+    from vitlab.evaluation.result import Evaluation
     from vitlab.evaluation.scores import Rate
 
 SHOWN = 10  # classes and pairs of classes in the terminal; files have all
@@ -99,7 +100,7 @@ def print_scores(result: "Evaluation") -> None:
     rows = [("images", f"{len(result.labels):,}")]
     rows += [(name, percent_text(rate)) for name, rate in rates.items() if rate is not None]
     if result.real is not None:
-        rows.append(("ReaL", percent_text(result.real.accuracy) + f" of {result.real.counts.images:,} images"))
+        rows.append(("ReaL", percent_text(result.real.accuracy) + f" of {result.real.images:,} images"))
     print_pairs(rows, box=None, pad_edge=False)
     if result.real is not None:
         print_real(result.real)
@@ -112,8 +113,8 @@ def percent_text(rate: "Rate") -> str:
 
 
 def print_real(real: "RealScore") -> None:
-    own = real.own / real.counts.images
-    line = f"ReaL: {real.counts.skipped:,} images have no label and are skipped; the set's own labels score {own:.2%}"
+    own = real.own / real.images
+    line = f"ReaL: {real.skipped:,} images have no label and are skipped; the set's own labels score {own:.2%}"
     console.print(line, soft_wrap=True)
     if own < 0.5:
         line = "most images' own labels are not in their ReaL lists: these are probably not ImageNet's"

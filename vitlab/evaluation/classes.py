@@ -11,6 +11,8 @@ from vitlab.data.rng import Ints
 from vitlab.errors import UserError
 from vitlab.files import read_text
 
+Names = tuple[str, ...]
+
 NAMED = 3  # classes that an error names
 
 
@@ -18,12 +20,12 @@ NAMED = 3  # classes that an error names
 class Match:
     """Names of the model's classes, and the index among them of each of the data set's classes."""
 
-    names: tuple[str, ...]  # (K,) in the model's order
+    names: Names  # (K,) in the model's order
     place: Ints  # (classes of the data set,)
     note: str  # how they were matched, for the reader
 
 
-def match_classes(labels: tuple[str, ...] | None, count: int, classes: tuple[str, ...]) -> Match:
+def match_classes(labels: Names | None, count: int, classes: Names) -> Match:
     """Match the `classes` of a data set to a model of `count` classes called `labels` (None: it has no names).
 
     Raises a UserError where a class is missing from the model or could be several of its classes.
@@ -50,7 +52,7 @@ def match_classes(labels: tuple[str, ...] | None, count: int, classes: tuple[str
     return Match(labels, place, note)
 
 
-def match_by_position(count: int, classes: tuple[str, ...]) -> Match:
+def match_by_position(count: int, classes: Names) -> Match:
     if count != len(classes):
         raise UserError(
             f"the model has {count} classes without names and the set has {len(classes)}, so it is unclear which is "
@@ -60,7 +62,7 @@ def match_by_position(count: int, classes: tuple[str, ...]) -> Match:
     return Match(classes, np.arange(count), f"by position, as the model has no class names: {ends}")
 
 
-def read_names(path: Path, count: int) -> tuple[str, ...]:
+def read_names(path: Path, count: int) -> Names:
     """Read the names of a model's `count` classes from a file: one a line, in the model's order."""
     names = tuple(line.strip() for line in read_text(path).splitlines() if line.strip())
     if len(names) != count:

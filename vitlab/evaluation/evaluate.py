@@ -4,6 +4,7 @@ Shapes: n images, K classes of the model.
 """
 
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +13,11 @@ from vitlab.data.open import check_split, find_splits, open_data
 from vitlab.data.rng import Ints
 from vitlab.data.source import ImageSource
 from vitlab.errors import UserError
-from vitlab.evaluation.classes import match_classes
-from vitlab.evaluation.extract import extract
-from vitlab.evaluation.real import CLASSES, Lists, count_real, image_numbers, real_hits
-from vitlab.evaluation.result import Evaluation, RealScore
+from vitlab.evaluation.classes import Names, match_classes
+from vitlab.evaluation.extract import ExtractOptions, extract
+from vitlab.evaluation.piece_cache import Values
+from vitlab.evaluation.real import CLASSES, Lists, image_numbers, score_real
+from vitlab.evaluation.result import Evaluation
 from vitlab.evaluation.scores import Rate, calibration, calibration_interval, confusion, rate, top_hits
 from vitlab.models.variants import Model
 from vitlab.text import listed
@@ -45,12 +47,10 @@ def evaluate(
     model: Model,
     source: ImageSource,
     *,
-    labels: tuple[str, ...] | None = None,
+    labels: Names | None = None,
     real: Lists | None = None,
-    batch: int | None = None,
-    workers: int | None = None,
-    device: str = "auto",
     keep: Path | None = None,
+    **options: Unpack[ExtractOptions],
 ) -> Evaluation:
     """Score a model on every image of a source.
 
@@ -65,19 +65,12 @@ def evaluate(
     if real is not None and count != CLASSES:
         raise UserError(f"ReaL is about ImageNet's {CLASSES} classes, and this model has {count}")
     lists = None if real is None else (real, image_numbers(files, len(real)))
-    logits = extract(
-        model, source, what="logits", batch=batch, workers=workers, device=device, keep=keep, title="evaluating"
-    ).values
-    return score(logits, match.place[source.labels], match.names, match.note, files, lists)
+    logits = extract(model, source, what="logits", keep=keep, title="evaluating", **options)
+    return score(logits.values, match.place[source.labels], match.names, match.note, files, lists)
 
 
 def score(
-    logits: NDArray[np.float32],
-    labels: Ints,
-    names: tuple[str, ...],
-    note: str,
-    files: tuple[str, ...],
-    real: tuple[Lists, Ints] | None = None,
+    logits: Values, labels: Ints, names: Names, note: str, files: Names, real: tuple[Lists, Ints] | None = None
 ) -> Evaluation:
     """Score logits (n, K) computed before; `real` holds the ReaL lists and the number (n,) of each image in them."""
     guesses = logits.argmax(1)
@@ -89,7 +82,7 @@ def score(
         files=files,
         labels=labels,
         guesses=guesses,
-        confidence=probabilities[np.arange(len(guesses)), guesses].astype(np.float64),
+        confidence=probabilities.max(1).astype(np.float64),
         top1=rate_of(guesses == labels),
         top5=rate_of(top_hits(logits, labels, 5)) if len(names) > 5 else None,
         matrix=confusion(guesses, labels, len(names)),
@@ -99,7 +92,7 @@ def score(
     )
 
 
-def softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+def softmax(logits: Values) -> Values:
     odds = np.exp(logits - logits.max(1, keepdims=True))
     odds /= odds.sum(1, keepdims=True)
     return odds
@@ -107,11 +100,3 @@ def softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def rate_of(hits: NDArray[np.bool_]) -> Rate:
     return rate(int(hits.sum()), len(hits))
-
-
-def score_real(guesses: Ints, labels: Ints, lists: Lists, numbers: Ints) -> RealScore:
-    hits, judged = real_hits(guesses, numbers, lists)
-    own, _ = real_hits(labels, numbers, lists)
-    if not judged.any():
-        raise UserError(f"the ReaL lists of all {len(judged)} images are empty, so there is nothing to count")
-    return RealScore(count_real(hits, judged), rate_of(hits[judged]), int(own.sum()))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -30,6 +31,16 @@ log = logging.getLogger("vitlab")
 GPU_SIZES, CPU_SIZES = (256, 1024), (64, 256)
 WARMUP = 5  # batches before the speed is known
 COMPILE_SECONDS = 120  # of the model's time left, from which compiling it takes less time than it saves
+
+Device = str | torch.device
+
+
+class ExtractOptions(TypedDict, total=False):
+    """Options of `extract` that its callers pass on."""
+
+    batch: int | None
+    workers: int | None
+    device: str
 
 
 @dataclass(frozen=True)
@@ -115,9 +126,8 @@ def eval_mode(model: Model, device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
-        raise UserError(
-            f"a batch does not fit in the memory of {device}; use a smaller one, as with batch=16"
-        ) from None
+        message = f"a batch does not fit in the memory of {device}; use a smaller one, as with batch=16"
+        raise UserError(message) from None
     finally:
         model.to(home)
         for module, mode in modes:

@@ -1,34 +1,24 @@
 """A model and a data set, and the model's features of the data set's splits."""
 
 import os
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from vitlab.data.open import open_data
 from vitlab.data.source import ImageSource
-from vitlab.evaluation.extract import Features, extract
+from vitlab.evaluation.extract import ExtractOptions, Features, extract
 from vitlab.weights import load
 
 
 class FeatureSet:
     """Features of a data set's splits, kept in `keep`, or by default in RUN/features where RUN is a folder."""
 
-    def __init__(
-        self,
-        run: str,
-        data: str,
-        *,
-        keep: Path | None = None,
-        batch: int | None = None,
-        workers: int | None = None,
-        device: str = "auto",
-    ) -> None:
+    def __init__(self, run: str, data: str, *, keep: Path | None = None, **options: Unpack[ExtractOptions]) -> None:
+        self.options = options
         self.run, self.name, self.model, self.data = run, data, load(run), open_data(data)
         folder = Path(run).expanduser()
         own = folder / "features" if folder.is_dir() and os.access(folder, os.W_OK) else None
         self.keep = own if keep is None else keep  # None: nothing is kept
-        self.extract_from = partial(extract, self.model, batch=batch, workers=workers, device=device, keep=self.keep)
 
     def describe(self) -> str:
         """One line on the data set and on where its features are kept."""
@@ -37,7 +27,7 @@ class FeatureSet:
 
     def extract(self, source: ImageSource, split: str) -> Features:
         """Extract the features of one of the data set's splits, which is named in the progress bar."""
-        return self.extract_from(source, title=f"{split} features")
+        return extract(self.model, source, keep=self.keep, title=f"{split} features", **self.options)
 
     def to_json(self, train: Features, test: Features) -> dict[str, Any]:
         """What the numbers computed from these features are about."""

@@ -59,11 +59,9 @@ class Standardizer:
 def fit_standardizer(features: Values, rows: Ints, chunk: int = CHUNK) -> Standardizer:
     """Compute mean and deviation of the images `rows`, in two passes: a difference of large sums would lose digits."""
     parts = [rows[start : start + chunk] for start in range(0, len(rows), chunk)]
-    mean, squares = np.zeros(features.shape[1]), np.zeros(features.shape[1])
-    for part in parts:
-        mean += features[part].sum(0, dtype=np.float64) / len(rows)
-    for part in parts:
-        squares += np.square(features[part] - mean).sum(0)
+    zero = np.zeros(features.shape[1])
+    mean = sum((features[part].sum(0, dtype=np.float64) / len(rows) for part in parts), zero)
+    squares = sum((np.square(features[part] - mean).sum(0) for part in parts), zero)
     return Standardizer(mean, np.sqrt(squares / len(rows)) + EPSILON)
 
 

@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitlab.data.rng import Ints
 from vitlab.errors import UserError
-from vitlab.evaluation.extract import Features
+from vitlab.evaluation.extract import Device, Features
 from vitlab.evaluation.piece_cache import Values
 from vitlab.terminal import progress
 
@@ -47,19 +46,16 @@ def knn(
     *,
     k: Sequence[int] = NEIGHBORS,
     temperature: float = TEMPERATURE,
-    device: str | torch.device = "cpu",
+    device: Device = "cpu",
 ) -> Iterator[Neighbors]:
     """Yield the result for each k, in this order, with a progress bar."""
     check_neighbors(k, temperature, len(train.labels))
     cosines, index = nearest(train.values, test.values, max(k), device=device)
-    labels = torch.from_numpy(train.labels)[index]  # (m, k)
+    labels, truth = torch.from_numpy(train.labels)[index], torch.from_numpy(test.labels)  # (m, k) and (m,)
     for number in k:
-        hits = 0
-        for start in range(0, len(labels), CHUNK):
-            at = slice(start, start + CHUNK)
-            winners = vote(cosines[at, :number], labels[at, :number], temperature)
-            hits += int((winners == test.labels[at]).sum())
-        yield Neighbors(number, hits, len(labels))
+        chunks = zip(cosines[:, :number].split(CHUNK), labels[:, :number].split(CHUNK), strict=True)
+        winners = torch.cat([vote(near, voters, temperature) for near, voters in chunks])
+        yield Neighbors(number, int((winners == truth).sum()), len(labels))
 
 
 def check_neighbors(k: Sequence[int], temperature: float, images: int) -> None:
@@ -71,13 +67,7 @@ def check_neighbors(k: Sequence[int], temperature: float, images: int) -> None:
 
 
 def nearest(
-    train: Values,
-    test: Values,
-    k: int,
-    *,
-    device: str | torch.device = "cpu",
-    block: int = BLOCK,
-    chunk: int = CHUNK,
+    train: Values, test: Values, k: int, *, device: Device = "cpu", block: int = BLOCK, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
     """Find the k training images most similar to each test image: cosines and indices, (m, k), highest first."""
     cosines = torch.full((len(test), k), -torch.inf)
@@ -96,13 +86,12 @@ def nearest(
     return cosines, index
 
 
-def normalize(features: Values, device: str | torch.device) -> Tensor:
+def normalize(features: Values, device: Device) -> Tensor:
     return F.normalize(torch.from_numpy(features).to(device), dim=1)
 
 
-def vote(cosines: Tensor, labels: Tensor, temperature: float) -> Ints:
+def vote(cosines: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """Return the class with the most weight among the neighbors, (m,), of cosines and labels (m, k)."""
     weight = ((cosines - cosines[:, :1]) / temperature).double().exp()  # relative to the nearest, so none overflows
     total = torch.zeros(len(labels), int(labels.max()) + 1, dtype=torch.float64)
-    winner: Ints = total.scatter_add_(1, labels, weight).argmax(1).numpy()
-    return winner
+    return total.scatter_add_(1, labels, weight).argmax(1)

@@ -4,6 +4,7 @@ A piece's file appears complete or not at all. Its name is a hash of the model a
 models and data sets share a folder and are never mixed up. They may be deleted at any time.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -51,7 +52,7 @@ class PieceCache:
 
     def __init__(self, folder: Path, model: str, source: ImageSource) -> None:
         self.folder, self.model, self.source = folder, model, source
-        self.paths: dict[range, Path] = {}  # hashed before the images are read, so that a later change is noticed
+        self.path = functools.cache(self.piece_path)  # hashed before the images are read: a later change is noticed
         try:
             folder.mkdir(parents=True, exist_ok=True)  # now, rather than after the first piece's work
             with tempfile.TemporaryFile(dir=folder):
@@ -61,11 +62,6 @@ class PieceCache:
         others = any(not path.name.startswith(model) for path in folder.glob(f"*{SUFFIX}"))
         if others and not any(folder.glob(f"{model}-*{SUFFIX}")):
             log.info("the files in %s are of other weights or settings; they stay, and are not used", folder)
-
-    def path(self, span: range) -> Path:
-        if span not in self.paths:
-            self.paths[span] = self.piece_path(span)
-        return self.paths[span]
 
     def piece_path(self, span: range) -> Path:
         """Hash the names and labels of a piece's images with the files' sizes and times, as their content may change.

@@ -22,7 +22,7 @@ from torch import Tensor
 from vitlab.data.open import holdout_size, pick_per_class
 from vitlab.data.rng import HOLDOUT, Ints, keys
 from vitlab.errors import UserError
-from vitlab.evaluation.extract import Features
+from vitlab.evaluation.extract import Device, Features
 from vitlab.evaluation.fewshot import CHUNK, Standardizer, fit_standardizer
 from vitlab.evaluation.piece_cache import Values
 from vitlab.terminal import progress
@@ -75,27 +75,25 @@ def logistic(
     l2: float,
     *,
     start: Linear | None = None,
-    device: str | torch.device = "cpu",
+    device: Device = "cpu",
     chunk: int = CHUNK,
 ) -> Linear:
     """Fit to all rows, whose labels are in 0 … classes - 1; `start` is a fit with another l2 to start from."""
     standardizer = fit_standardizer(features, np.arange(len(features)))
     x, y = torch.from_numpy(features).to(device), torch.from_numpy(labels).to(device)
-    w = torch.zeros(features.shape[1] + 1, classes, dtype=torch.float64, device=device)
-    if start is not None:
-        w.copy_(start.weights)
+    shape = (features.shape[1] + 1, classes)
+    w = torch.zeros(shape, dtype=torch.float64, device=device) if start is None else start.weights.clone()
 
     def closure() -> Tensor:
         loss, w.grad = objective(x, y, standardizer, w, l2, chunk)
         return loss
 
     # n f rather than f: torch's L-BFGS learns from a step only where step times change of slope exceeds 1e-10
-    limit = TOLERANCE * len(x) / 2
     optimizer = torch.optim.LBFGS(
         [w],
         max_iter=STEPS,
         max_eval=2 * STEPS,
-        tolerance_grad=limit,
+        tolerance_grad=TOLERANCE * len(x) / 2,
         tolerance_change=0,
         history_size=HISTORY,
         line_search_fn="strong_wolfe",
@@ -107,16 +105,14 @@ def logistic(
 
 
 @torch.no_grad()
-def objective(
-    x: Tensor, y: Tensor, standardizer: Standardizer, w: Tensor, l2: float, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """Compute n f and its gradient, (D+1, K), at the weights w."""
+def objective(x: Tensor, y: Tensor, by: Standardizer, w: Tensor, l2: float, chunk: int) -> tuple[Tensor, Tensor]:
+    """Compute n f and its gradient, (D+1, K), at the weights w, on features standardized `by`."""
     penalized = w.clone()
     penalized[-1] = 0  # not the biases
     gradient = len(x) * l2 * penalized
     loss = len(x) * l2 / 2 * penalized.square().sum()
-    for start in range(0, len(x), chunk):
-        rows, truth = standardize(x[start : start + chunk], standardizer), y[start : start + chunk, None]
+    for part, truth in zip(x.split(chunk), y[:, None].split(chunk), strict=True):
+        rows = standardize(part, by)
         likely = (rows @ w[:-1] + w[-1]).log_softmax(1)  # (c, K)
         loss -= likely.gather(1, truth).sum()
         excess = likely.exp_().scatter_add_(1, truth, torch.full_like(likely[:, :1], -1))  # P - Y
@@ -158,7 +154,7 @@ def linear_probe(
     validation: Features | None = None,
     *,
     l2: Sequence[float] = SWEEP,
-    device: str | torch.device = "cpu",
+    device: Device = "cpu",
 ) -> Probe:
     """Choose l2 on the validation images, or else on a fifth of each class, and fit to all training images.
 

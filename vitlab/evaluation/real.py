@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitlab.data.images import EXTENSIONS
 from vitlab.data.rng import Ints
 from vitlab.errors import UserError
+from vitlab.evaluation.scores import Rate, rate
 
 CLASSES = 1000
 # ILSVRC2012_val_00000001, the same with a synset after it, or a bare number; a training image is called n01440764_10026
@@ -25,24 +25,27 @@ Lists = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Real:
-    """Images whose lists are not empty, how many predictions are in theirs, and how many images were skipped."""
+class RealScore:
+    """How many images have a list with entries, and of how many of these the prediction is in the list."""
 
     images: int
     correct: int
-    skipped: int
+    skipped: int  # images with an empty list
+    own: int  # images whose label in the data set is in the list
+
+    @property
+    def accuracy(self) -> Rate:
+        return rate(self.correct, self.images)
 
 
-def count_real(hits: NDArray[np.bool_], judged: NDArray[np.bool_]) -> Real:
-    """Count what `real_hits` returns."""
-    return Real(int(judged.sum()), int(hits.sum()), int((~judged).sum()))
-
-
-def real_hits(guesses: Ints, numbers: Ints, lists: Lists) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return whether each prediction is in the list of its image's number, and whether that list has entries, (n,)."""
-    pairs = zip(guesses.tolist(), numbers.tolist(), strict=True)
-    both = np.array([(guess in lists[i], len(lists[i]) > 0) for guess, i in pairs], bool).reshape(-1, 2)
-    return both[:, 0], both[:, 1]
+def score_real(guesses: Ints, labels: Ints, lists: Lists, numbers: Ints) -> RealScore:
+    """Compare predictions and labels (n,) to the lists of the images' `numbers` (n,); all empty is a UserError."""
+    rows = zip(guesses.tolist(), labels.tolist(), [lists[i] for i in numbers.tolist()], strict=True)
+    judged = [(guess in seen, label in seen) for guess, label, seen in rows if seen]
+    if not judged:
+        raise UserError(f"the ReaL lists of all {len(numbers)} images are empty, so there is nothing to count")
+    correct, own = (sum(hits) for hits in zip(*judged, strict=True))
+    return RealScore(len(judged), correct, len(numbers) - len(judged), own)
 
 
 def image_numbers(names: Sequence[str], count: int) -> Ints:

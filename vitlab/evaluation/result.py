@@ -15,20 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitlab.data.rng import Floats, Ints
-from vitlab.evaluation.real import Real
-from vitlab.evaluation.scores import Calibration, ClassRow, Rate, per_class, wilson
+from vitlab.evaluation.real import RealScore
+from vitlab.evaluation.scores import Calibration, Rate, wilson
 from vitlab.files import write_text
 
 PAIRS = 20  # most confused pairs that are kept
-
-
-@dataclass(frozen=True)
-class RealScore:
-    """ReaL: the counts, the accuracy, and how many of the data set's own labels are in their image's list."""
-
-    counts: Real
-    accuracy: Rate
-    own: int
 
 
 @dataclass(frozen=True)
@@ -49,10 +40,6 @@ class Evaluation:
     real: RealScore | None
 
     @property
-    def classes(self) -> list[ClassRow]:
-        return per_class(self.matrix, self.names)
-
-    @property
     def confused(self) -> list[tuple[str, str, int]]:
         """(label, prediction, images) of the pairs of classes that are confused most often."""
         wrong = self.matrix - np.diag(np.diagonal(self.matrix))
@@ -61,22 +48,23 @@ class Evaluation:
         return [(self.names[i], self.names[j], int(wrong[i, j])) for i, j in pairs if wrong[i, j]]
 
     def class_table(self) -> list[dict[str, Any]]:
-        """One dict per class with its rates and their intervals: lowest recall first, classes without images last."""
-        rows, guessed, correct = self.classes, self.matrix.sum(0), np.diagonal(self.matrix)
-        recall, precision = wilson(correct, self.matrix.sum(1)), wilson(correct, guessed)
-        worst = sorted(range(len(rows)), key=lambda i: (rows[i].recall is None, rows[i].recall, -rows[i].images))
-        return [
-            {"number": i, "class": rows[i].name, "images": rows[i].images, "guessed": int(guessed[i])}
-            | {"correct": rows[i].correct, **rate_columns("recall", rows[i].recall, recall[i])}
-            | rate_columns("precision", rows[i].precision, precision[i])
-            for i in worst
+        """One dict per class with its rates and their intervals: lowest recall first, classes without images last.
+
+        Recall is the share of the class's images that are classified correctly, precision the share of its predictions
+        that are correct; None over no images.
+        """
+        images, guessed, correct = self.matrix.sum(1), self.matrix.sum(0), np.diagonal(self.matrix)
+        recall, precision = rate_columns("recall", correct, images), rate_columns("precision", correct, guessed)
+        rows: list[dict[str, Any]] = [
+            {"number": i, "class": name, "images": int(images[i]), "guessed": int(guessed[i])}
+            | {"correct": int(correct[i]), **recall[i], **precision[i]}
+            for i, name in enumerate(self.names)
         ]
+        return sorted(rows, key=lambda row: (row["recall"] is None, row["recall"], -row["images"]))
 
     def to_json(self) -> dict[str, Any]:
         """All scores as plain JSON; the confusion matrix as [label, prediction, images] of its nonzero entries."""
-        rows, columns = np.nonzero(self.matrix)
-        entries = zip(rows.tolist(), columns.tolist(), self.matrix[rows, columns].tolist(), strict=True)
-        real = self.real
+        places = np.nonzero(self.matrix)
         return {
             "images": len(self.labels),
             "classes": list(self.names),
@@ -84,11 +72,11 @@ class Evaluation:
             "top1": asdict(self.top1),
             "top5": None if self.top5 is None else asdict(self.top5),
             "calibration_error": asdict(self.calibration_error),
-            "real": None if real is None else {**vars(real.counts), "own": real.own} | asdict(real.accuracy),
+            "real": None if self.real is None else vars(self.real) | asdict(self.real.accuracy),
             "calibration": bins_to_json(self.calibration),
             "per_class": self.class_table(),
             "confused": [list(pair) for pair in self.confused],
-            "confusion": [list(entry) for entry in entries],
+            "confusion": np.column_stack([*places, self.matrix[places]]).tolist(),
         }
 
     def write_json(self, path: Path, about: dict[str, Any]) -> None:
@@ -109,9 +97,11 @@ class Evaluation:
         style.write(scores.calibration_figure(**vars(self.calibration)), folder / "calibration")
 
 
-def rate_columns(name: str, value: float | None, interval: Floats) -> dict[str, float | None]:
-    low, high = interval
-    return {name: value, f"{name}_low": nan_to_none(low), f"{name}_high": nan_to_none(high)}
+def rate_columns(name: str, hits: Ints, images: Ints) -> list[dict[str, float | None]]:
+    """The rate hits / images of each class with its interval; None over no images."""
+    shares = hits / np.where(images > 0, images, np.nan)
+    rows = np.column_stack([shares, wilson(hits, images)])
+    return [dict(zip((name, f"{name}_low", f"{name}_high"), map(nan_to_none, row), strict=True)) for row in rows]
 
 
 def bins_to_json(c: Calibration) -> list[dict[str, float | int | None]]:

@@ -3,7 +3,6 @@
 Shapes: n images, K classes, B bins, R rates.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +12,7 @@ from vitlab.data.rng import Floats, Ints
 from vitlab.errors import UserError
 
 Z = 1.959963984540054  # the normal distribution's 97.5 % quantile: intervals hold 95 %
+BINS = 15  # of confidence, for the calibration error
 DRAWS = 2000  # resamples of the bootstrap of the calibration error
 CELLS = 1000  # confidences are rounded to 1 / CELLS before they are resampled
 
@@ -36,36 +36,15 @@ class Calibration:
     accuracy: Floats  # (B,) the same
 
 
-@dataclass(frozen=True)
-class ClassRow:
-    """A class, the number of its images and of those classified correctly; a rate over no images is None."""
-
-    name: str
-    images: int
-    correct: int
-    precision: float | None  # share of the predictions of this class that are correct
-    recall: float | None  # share of its images that are classified correctly
-
-
 def confusion(guesses: Ints, labels: Ints, classes: int) -> NDArray[np.int64]:
     """Count images by label (rows) and by prediction (columns), (K, K)."""
     pairs = np.bincount(np.asarray(labels) * classes + guesses, minlength=classes * classes)
     return pairs.reshape(classes, classes).astype(np.int64)
 
 
-def per_class(matrix: NDArray[np.int64], names: Sequence[str]) -> list[ClassRow]:
-    """Compute precision and recall of every class from a confusion matrix (K, K), in the classes' order."""
-    images, guessed, right = matrix.sum(1).tolist(), matrix.sum(0).tolist(), np.diagonal(matrix).tolist()
-    return [
-        ClassRow(name, n, hits, hits / all_ if all_ else None, hits / n if n else None)
-        for name, n, all_, hits in zip(names, images, guessed, right, strict=True)
-    ]
-
-
 def top_hits(logits: NDArray[np.floating], labels: Ints, k: int) -> NDArray[np.bool_]:
     """Return whether each label is among the k highest logits (n, K), as (n,)."""
-    if k >= logits.shape[1]:
-        return np.ones(len(labels), bool)
+    k = min(k, logits.shape[1])
     first = np.argpartition(logits, -k, axis=1)[:, -k:]
     return (first == np.asarray(labels)[:, None]).any(1)
 
@@ -73,7 +52,7 @@ def top_hits(logits: NDArray[np.floating], labels: Ints, k: int) -> NDArray[np.b
 # ---- calibration
 
 
-def calibration(probabilities: NDArray[np.floating], labels: Ints, bins: int = 15) -> Calibration:
+def calibration(probabilities: NDArray[np.floating], labels: Ints, bins: int = BINS) -> Calibration:
     """Compute the expected calibration error of probabilities (n, K), binned by the highest of each image."""
     confidence, hits = confidences(probabilities, labels)
     place = bin_of(confidence, bins)
@@ -95,9 +74,7 @@ def bin_of(confidence: Floats, bins: int) -> Ints:
     return np.searchsorted(np.arange(1, bins) / bins, confidence, "left").astype(np.int64)
 
 
-def calibration_interval(
-    probabilities: NDArray[np.floating], labels: Ints, bins: int = 15, *, draws: int = DRAWS
-) -> tuple[float, float]:
+def calibration_interval(probabilities: NDArray[np.floating], labels: Ints, draws: int = DRAWS) -> tuple[float, float]:
     """Compute the 95 % bootstrap interval of the calibration error.
 
     Noise can only widen gaps: the error of few images is too large, and that of their resamples larger still. The
@@ -107,10 +84,10 @@ def calibration_interval(
     thousandth. There are at most some 2,000 cells, so the cost hardly depends on the number of images.
     """
     confidence, hits = confidences(probabilities, labels)
-    gap, place = hits - confidence, bin_of(confidence, bins)
+    gap, place = hits - confidence, bin_of(confidence, BINS)
     keys = place * 4 * CELLS + np.round(gap * CELLS).astype(np.int64)
     cells, cell, size = np.unique(keys, return_inverse=True, return_counts=True)
-    sums = np.zeros((len(size), bins))  # what an image of a cell adds to the gap of its bin
+    sums = np.zeros((len(size), BINS))  # what an image of a cell adds to the gap of its bin
     sums[np.arange(len(size)), (cells + 2 * CELLS) // (4 * CELLS)] = np.bincount(cell, gap) / size / len(hits)
     counts = np.random.default_rng(0).multinomial(len(hits), size / len(hits), draws)  # (draws, cells)
     low, high = np.quantile(np.abs(counts @ sums).sum(1), [0.025, 0.975]).tolist()

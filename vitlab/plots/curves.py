@@ -62,8 +62,7 @@ def panel(steps: Ints, title: str) -> "tuple[Figure, Any]":
     figure = new_figure(*SIZE)
     axes = figure.subplots()
     axes.set_title(title, loc="left")
-    axes.set_xlabel("step")
-    axes.set_xlim(0, max(1, int(steps.max())) * 1.02)
+    axes.set(xlabel="step", xlim=(0, max(1, int(steps.max())) * 1.02))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     return figure, axes
 

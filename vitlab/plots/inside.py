@@ -53,9 +53,8 @@ def positions_figure(similarity: Floats) -> "Figure":
     step = -(-max(h, w) // MOST)
     rows, columns = range(0, h, step), range(0, w, step)
     mosaic = np.full((len(rows) * (h + 1) - 1, len(columns) * (w + 1) - 1), np.nan)
-    for i, y in enumerate(rows):
-        for j, x in enumerate(columns):
-            mosaic[i * (h + 1) :, j * (w + 1) :][:h, :w] = similarity[y, x]
+    for i, j in np.ndindex(len(rows), len(columns)):
+        mosaic[i * (h + 1) :, j * (w + 1) :][:h, :w] = similarity[rows[i], columns[j]]
     with drawing():
         down, across = mosaic.shape
         cell = max(3 / DPI, min(5.4 / across, 8 / down))  # inches; three pixels at least
@@ -69,8 +68,7 @@ def positions_figure(similarity: Floats) -> "Figure":
         axes.tick_params(length=0)
         which = "each" if step == 1 else f"every {step}{'nd' if step == 2 else 'rd' if step == 3 else 'th'}"
         figure.suptitle(f"Position embeddings: {which} of the {h} x {w} patches against all of them", fontsize=10)
-        axes.set_xlabel("patch column")
-        axes.set_ylabel("patch row")
+        axes.set(xlabel="patch column", ylabel="patch row")
         figure.colorbar(shown, ax=axes, label="cosine similarity", aspect=30, pad=0.05 * max(1, down / across))
     return figure
 
@@ -88,9 +86,7 @@ def distance_figure(distance: Floats, images: int, even: float, axial: bool = Fa
         axes.scatter(np.repeat(number, heads), distance.ravel(), s=26, color=COLORS[0], alpha=0.75, label="a head")
         axes.plot(number, distance.mean(1), color=COLORS[1], linewidth=1.6, label="mean of the layer's heads")
         axes.axhline(even, color=FAINT, linestyle="--", linewidth=1, label="attention spread evenly")
-        axes.set_ylim(0, None)
-        axes.set_xlim(0.5, layers + 0.5)
-        axes.set_xticks(number[:: -(-layers // 16)])
+        axes.set(xlim=(0.5, layers + 0.5), ylim=(0, None), xticks=number[:: -(-layers // 16)])
         axes.set_xlabel("attention layer" + (" (odd: along rows, even: along columns)" if axial else ""))
         axes.set_ylabel("mean attention distance (pixels)")
         axes.set_title(f"Mean attention distance by depth ({images:,} image{'s' if images != 1 else ''})")
@@ -127,8 +123,7 @@ def rollout_figure(pixels: Floats, grid: Floats, whose: str) -> "Figure":
             axes.set_title(title, pad=4)
         shown = right.imshow(100 * grid, cmap=MAP, vmin=0, extent=(0, width, height, 0), interpolation="nearest")
         right.set_title("rollout alone", pad=4)
-        scale = right.inset_axes((1.04, 0, 0.05, 1))
-        figure.colorbar(shown, cax=scale, label="% of attention")
+        figure.colorbar(shown, cax=right.inset_axes((1.04, 0, 0.05, 1)), label="% of attention")
         add_title(figure, f"Attention rollout {whose}, through all layers")
         add_note(figure, NOTE)
     return figure
@@ -175,14 +170,12 @@ def panels(
     across = (width - left - right - gap * (columns + 1)) / columns
     down = across * shape[0] / shape[1]
     height = top + rows * (down + each + gap) + foot
-    figure = new_figure(width, height)
-    figure.set_layout_engine("none")  # the positions are exact, so that images touch no text
+    figure = new_figure(width, height, "none")  # the positions are exact, so that images touch no text
     grid = np.empty((rows, columns), object)
-    for r in range(rows):
-        for c in range(columns):
-            x, y = left + gap + c * (across + gap), height - top - (r + 1) * (down + each + gap) + gap
-            grid[r, c] = figure.add_axes((x / width, y / height, across / width, down / height))
-            bare(grid[r, c])
+    for r, c in np.ndindex(rows, columns):
+        x, y = left + gap + c * (across + gap), height - top - (r + 1) * (down + each + gap) + gap
+        grid[r, c] = figure.add_axes((x / width, y / height, across / width, down / height))
+        bare(grid[r, c])
     return figure, grid
 
 

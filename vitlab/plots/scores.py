@@ -55,21 +55,18 @@ def confusion_figure(matrix: Ints, names: Sequence[str]) -> "Figure":
 def name_axes(axes: Any, names: Sequence[str], numbers: Ints) -> None:
     k = len(names)
     if k <= NAMED:
-        size = 9 if k <= COUNTED else 7
         words = [shorten(name) for name in names]
-        upright = max(map(len, words)) > 2
-        turn: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if upright else {}
-        axes.set_xticks(range(k), words, fontsize=size, parse_math=False, **turn)
-        axes.set_yticks(range(k), words, fontsize=size, parse_math=False)
-        axes.set_xlabel("guess")
-        axes.set_ylabel("truth")
+        font: dict[str, Any] = {"fontsize": 9 if k <= COUNTED else 7, "parse_math": False}
+        turn = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if max(map(len, words)) > 2 else {}
+        axes.set_xticks(range(k), words, **font, **turn)
+        axes.set_yticks(range(k), words, **font)
+        axes.set(xlabel="guess", ylabel="truth")
         axes.tick_params(length=2)
     else:
         places = np.linspace(0, k - 1, 9).round().astype(int)
         axes.set_xticks(places, numbers[places])
         axes.set_yticks(places, numbers[places])
-        axes.set_xlabel("guess, by number of the class (from 0)")
-        axes.set_ylabel("truth, by number of the class")
+        axes.set(xlabel="guess, by number of the class (from 0)", ylabel="truth, by number of the class")
 
 
 def write_counts(axes: Any, matrix: Ints, share: Any) -> None:
@@ -91,9 +88,8 @@ def calibration_figure(error: float, count: Ints, confidence: Floats, accuracy: 
         figure = new_figure(5.2, 5.4)
         top, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
         top.plot([0, 1], [0, 1], color=FAINT, linestyle="--", linewidth=1, label="accuracy equals confidence")
-        heights = accuracy[full]
+        mean, heights, label = confidence[full], accuracy[full], "accuracy at the mean confidence"
         top.bar(left[full], heights, 1 / bins, align="edge", color=COLORS[0], alpha=0.75, edgecolor="white")
-        mean, label = confidence[full], "accuracy at the mean confidence"
         top.plot(mean, heights, marker="o", markersize=4, color=COLORS[1], label=label)
         top.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy")
         top.set_title(f"calibration error {error:.1%}, {int(count.sum()):,} images", loc="left")

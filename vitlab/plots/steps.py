@@ -66,8 +66,7 @@ class Sheet:
         self.small = (self.big - self.gap) / 2
         self.ratio = ratio  # height to width of an image
         self.height = (self.big + 2 * self.small) * ratio + 3 * self.words + self.gap + 0.35
-        self.figure = new_figure(self.width, self.height)
-        self.figure.set_layout_engine("none")
+        self.figure = new_figure(self.width, self.height, "none")
 
     def add_axes(self, left: float, top: float, width: float, height: float) -> Any:
         place = (left / self.width, 1 - (top + height) / self.height, width / self.width, height / self.height)
@@ -78,8 +77,7 @@ class Sheet:
 
     def small_top(self, row: int) -> float:
         """The upper edge of a row of small images."""
-        first = self.big * self.ratio + 3 * self.words
-        return first + row * (self.small * self.ratio + self.gap)
+        return self.big * self.ratio + 3 * self.words + row * (self.small * self.ratio + self.gap)
 
     def little(self, row: int, column: int) -> Any:
         return self.image_axes(self.gap + column * (self.small + self.gap), self.small_top(row), self.small)
@@ -89,9 +87,6 @@ class Sheet:
         bare(axes)
         return axes
 
-    def add_text(self, top: float, text: str) -> None:
-        self.figure.text(self.gap / self.width, 1 - top / self.height, text, fontsize=10, va="baseline")
-
     def side(self) -> Any:
         end = self.small_top(1) + self.small * self.ratio
         return self.add_axes(self.width - self.right + 0.15, self.words, self.right - 0.45, end - self.words)
@@ -100,7 +95,8 @@ class Sheet:
 def draw_depths(sheet: Sheet, steps: Steps, names: Sequence[str], whose: str) -> None:
     """Draw step 4 in two rows: attention over the image, and the tokens after the block, at some depths."""
     per_block = len(steps.attention) // len(steps.depths)  # two in an axial block: its last is shown
-    sheet.add_text(sheet.small_top(0) - 0.27, f"4  attention {whose} by depth; below it the tokens after that layer")
+    text, top = f"4  attention {whose} by depth; below it the tokens after that layer", sheet.small_top(0) - 0.27
+    sheet.figure.text(sheet.gap / sheet.width, 1 - top / sheet.height, text, fontsize=10, va="baseline")
     for column, block in enumerate(pick_evenly(len(steps.depths), DEPTHS)):
         layer = (block + 1) * per_block - 1
         axes = sheet.little(0, column)
@@ -134,12 +130,9 @@ def draw_scores(axes: Any, logits: Floats, classes: Sequence[str]) -> None:
     axes.barh(np.arange(len(best)), shares[best], color=COLORS[4], height=0.34)
     for i, k in enumerate(best):  # dollar signs in a name are not mathematics
         axes.text(0.01, i - 0.22, shorten(classes[k]), va="bottom", fontsize=8, parse_math=False)
-        inner = shares[k] > 0.75
-        x, side = (shares[k] - 0.02, "right") if inner else (shares[k] + 0.02, "left")
+        x, side = (shares[k] - 0.02, "right") if shares[k] > 0.75 else (shares[k] + 0.02, "left")
         axes.text(x, i, f"{shares[k]:.1%}", va="center", ha=side, fontsize=8)
-    axes.set_xlim(0, 1)
-    axes.set_ylim(CLASSES - 0.5, -0.7)
-    axes.set_yticks([])
+    axes.set(xlim=(0, 1), ylim=(CLASSES - 0.5, -0.7), yticks=[])
     axes.set_xticks([0, 0.5, 1], ["0", "50 %", "100 %"])
     axes.grid(False, axis="y")
 

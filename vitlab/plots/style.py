@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from vitlab.errors import UserError
 from vitlab.files import atomic_file
@@ -38,18 +38,13 @@ CJK_FONTS = (
 RC_PARAMS: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
-    "axes.labelcolor": INK,
     "axes.edgecolor": FAINT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.grid": True,
     "grid.color": "#E6E6E6",
     "grid.linewidth": 0.6,
     "axes.axisbelow": True,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "text.color": INK,
-    "legend.frameon": False,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     "svg.fonttype": "none",
     "svg.hashsalt": "vitlab",  # the same figure is the same file
     "image.cmap": MAP,
@@ -78,20 +73,18 @@ def fonts() -> list[str]:
     return [FONT, *(name for name in CJK_FONTS if name in installed)]
 
 
-def new_figure(width: float, height: float) -> "Figure":
-    """Create an empty figure, sides in inches, whose layout keeps texts apart."""
+def new_figure(width: float, height: float, layout: Literal["constrained", "none"] = "constrained") -> "Figure":
+    """Create an empty figure, sides in inches, whose layout keeps texts apart or leaves them where they are put."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    return Figure(figsize=(width, height), dpi=DPI, layout=layout)
 
 
 def bare(axes: Any) -> None:
     """Remove ticks, frame and grid from axes that show an image."""
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xticks=[], yticks=[])
     axes.grid(False)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
 
 
 def write(figure: "Figure", path: Path, kinds: tuple[str, ...] = ("png",)) -> list[Path]:
@@ -108,11 +101,11 @@ def save(figure: "Figure", file: Path | IO[bytes], **settings: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         figure.savefig(file, **settings)
-    missing = [one for one in caught if re.search(r"Glyph .* missing", str(one.message))]
-    if missing:
-        warn_missing_glyphs()
-    for one in (one for one in caught if one not in missing):
-        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    for one in caught:
+        if re.search(r"Glyph .* missing", str(one.message)):
+            warn_missing_glyphs()
+        else:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 @functools.cache

@@ -22,7 +22,6 @@ from vitlab.errors import Stopped, UserError
 from vitlab.evaluation.piece_cache import model_key
 from vitlab.evaluation.scores import Rate, rate
 from vitlab.files import write_text
-from vitlab.models.config import Preprocess
 from vitlab.models.variants import Model
 from vitlab.settings import from_json, to_json
 from vitlab.studies.vtab_tasks import BOTH, GROUPS, SIZES, TASKS, Task, missing_lists, open_task
@@ -37,10 +36,7 @@ RESULTS = "results.json"
 STEPS = 2500
 CROP = 6 / 7  # of the square's sides: 384 of 448 pixels
 # settings that the study itself fixes; the rest of a recipe is open to key=value
-FIXED = (
-    *("model", "data", "weights", "steps", "epochs", "evaluate_every"),
-    *("objective", "subset", "per_class", "holdout"),
-)
+FIXED = ["model", "data", "weights", "steps", "epochs", "evaluate_every", "objective", "subset", "per_class", "holdout"]
 
 
 @dataclass(frozen=True)
@@ -125,8 +121,7 @@ class Study:
                 trials[key] = self.train(task, data, lr, folder)[0]["accuracy"]
                 write_text(notes, json.dumps(trials) + "\n")
                 shutil.rmtree(folder)
-            accuracy = f"{trials[key]:.2%} of {len(data.test)} images set aside"
-            self.print(f"{task.name}: learning rate {key}: {accuracy}")
+            self.print(f"{task.name}: learning rate {key}: {trials[key]:.2%} of {len(data.test)} images set aside")
         return {key: trials[key] for key in keys}
 
     def train(self, task: Task, data: Data, lr: float, folder: Path) -> tuple[dict[str, float], float]:
@@ -228,8 +223,9 @@ def run_vtab(
     absent = {task: missing_lists(root, task, tuning=bool(rates)) for task in tasks if task.name not in study.results}
     for task, lists in absent.items():
         if lists:
-            reason = describe_missing(root / task.name, lists)
-            study.print(f"{task.name} is left out: {reason}; its source: {task.origin}")
+            reason = f"has no {' and no '.join(f'{name}.txt' for name in lists)}"
+            reason = reason if (root / task.name).is_dir() else "is missing"
+            study.print(f"{task.name} is left out: {root / task.name} {reason}; its source: {task.origin}")
     todo = [task for task, lists in absent.items() if not lists]
     if not todo and not study.results:
         raise UserError(
@@ -245,12 +241,6 @@ def run_vtab(
     for number, (task, data) in enumerate(ready.items(), 1):
         study.run(task, data, f"[{number}/{len(ready)}]")
     return study
-
-
-def describe_missing(folder: Path, lists: list[str]) -> str:
-    if not folder.is_dir():
-        return f"{folder} is missing"
-    return f"{folder} has no {' and no '.join(f'{name}.txt' for name in lists)}"
 
 
 def base_recipe(weights: str, model: Model, steps: int, settings: tuple[str, ...]) -> Recipe:
@@ -270,14 +260,10 @@ def base_recipe(weights: str, model: Model, steps: int, settings: tuple[str, ...
         warmup=min(paper.warmup, steps // 5),
         evaluate_every=steps,  # once, at the end: the test set chooses nothing
         image_size=higher((1, 1), model),
-        preprocess=stretch(model.card.preprocess),
+        # the weights' normalization, and the complete image stretched to a square, so that tests crop nothing
+        preprocess=dataclasses.replace(model.card.preprocess, fit="stretch", crop=CROP),
     )
     return override(recipe, settings)
-
-
-def stretch(preprocess: Preprocess) -> Preprocess:
-    """Keep the weights' normalization and stretch the complete image to a square, so that tests crop nothing."""
-    return dataclasses.replace(preprocess, fit="stretch", crop=CROP)
 
 
 def print_estimate(study: Study, model: Model, todo: list[Data]) -> None:

@@ -9,18 +9,15 @@ import numpy as np
 
 from vitlab.errors import UserError
 
-CLEVR_FEWEST, CLEVR_MOST = 3, 10  # objects in a scene
 CLEVR_EDGES = (0.0, 8.0, 8.5, 9.0, 9.5, 10.0, 100.0)  # depth of the closest object, in the scenes' own unit
 KITTI_EDGES = (-100.0, 8.0, 20.0, 999.0)  # meters to the closest vehicle
 KITTI_VEHICLES = ("Car", "Van", "Truck")
 NO_VEHICLE = 1000.0
-SPRITE_PLACES, SPRITE_TURNS, SPRITE_BINS = 32, 40, 16
-NORB_TURNS, NORB_HEIGHTS = 18, 9
 
 
 def clevr_count(objects: int) -> int:
     """Label scenes of 3 to 10 objects: 8 classes, 0 for three objects."""
-    return check_range(objects, CLEVR_FEWEST, CLEVR_MOST, "objects in a CLEVR scene") - CLEVR_FEWEST
+    return check_range(objects, 3, 10, "objects in a CLEVR scene") - 3
 
 
 def clevr_distance(depths: Sequence[float]) -> int:
@@ -43,24 +40,24 @@ def kitti_distance(kinds: Sequence[str], depths: Sequence[float]) -> int:
 
 def dsprites_location(x: int) -> int:
     """The place from left to right, 0 to 31 (the latent class of position x), two to a class: 16 classes."""
-    return check_range(x, 0, SPRITE_PLACES - 1, "x positions of dSprites") * SPRITE_BINS // SPRITE_PLACES
+    return check_range(x, 0, 31, "x positions of dSprites") * 16 // 32
 
 
 def dsprites_orientation(turn: int) -> int:
     """The turn, 0 to 39 (the latent class of orientation), two or three to a class: 16 classes of 22.5 degrees."""
-    return check_range(turn, 0, SPRITE_TURNS - 1, "orientations of dSprites") * SPRITE_BINS // SPRITE_TURNS
+    return check_range(turn, 0, 39, "orientations of dSprites") * 16 // 40
 
 
 def norb_azimuth(azimuth: int) -> int:
     """The azimuth as smallNORB writes it, 0, 2 ... 34 (tens of degrees): 18 classes."""
     if azimuth % 2:
         raise UserError(f"smallNORB counts its azimuths 0, 2 ... 34, not {azimuth}")
-    return check_range(azimuth // 2, 0, NORB_TURNS - 1, "azimuths of smallNORB, halved,")
+    return check_range(azimuth // 2, 0, 17, "azimuths of smallNORB, halved,")
 
 
 def norb_elevation(elevation: int) -> int:
     """The camera's elevation, 0 to 8 (30 to 70 degrees, in steps of 5): 9 classes, the numbers themselves."""
-    return check_range(elevation, 0, NORB_HEIGHTS - 1, "elevations of smallNORB")
+    return check_range(elevation, 0, 8, "elevations of smallNORB")
 
 
 def bin_above(edges: Sequence[float], value: float, classes: int, what: str) -> int:

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from vitlab.data.folder import FileSource
-from vitlab.data.rng import SUBSET, Ints, keys
+from vitlab.data.rng import SUBSET, keys
 from vitlab.data.source import Data
 from vitlab.errors import UserError
 from vitlab.files import read_text, write_text
@@ -24,6 +24,7 @@ from vitlab.text import listed
 
 Group = Literal["natural", "specialized", "structured"]
 GROUPS: tuple[Group, ...] = ("natural", "specialized", "structured")
+Labeled = tuple[Sequence[str], Sequence[int]]  # paths and their labels
 TRAIN, VALIDATION, BOTH, TEST = "train800", "val200", "train800val200", "test"
 SIZES = {TRAIN: 800, VALIDATION: 200, BOTH: 1000}  # images of the benchmark's lists
 
@@ -44,6 +45,7 @@ class Task:
 
 VGG, CLEVR = "robots.ox.ac.uk/~vgg/data", "cs.stanford.edu/people/jcjohns/clevr"
 SPRITES, NORB = "github.com/google-deepmind/dsprites-dataset", "cs.nyu.edu/~ylclab/data/norb-v1.0-small"
+EYES, MAZES = "kaggle.com/c/diabetic-retinopathy-detection", "github.com/google-research/task_adaptation"
 
 TASKS = (
     Task("caltech101", "natural", "objects (and clutter)", 102, 6_084, "data.caltech.edu, Caltech 101"),
@@ -56,17 +58,10 @@ TASKS = (
     Task("patch_camelyon", "specialized", "tumor in tissue", 2, 32_768, "github.com/basveeling/pcam"),
     Task("eurosat", "specialized", "use of land, from a satellite", 10, 5_400, "github.com/phelber/EuroSAT"),
     Task("resisc45", "specialized", "scenes from the air", 45, 6_300, "gcheng-nwpu.github.io, NWPU-RESISC45"),
-    Task(
-        *("diabetic_retinopathy", "specialized", "grades of a disease of the eye", 5, 42_670),
-        "kaggle.com/c/diabetic-retinopathy-detection",
-    ),
+    Task("diabetic_retinopathy", "specialized", "grades of a disease of the eye", 5, 42_670, EYES),
     Task("clevr_count", "structured", "number of objects, 3 to 10", 8, 15_000, CLEVR, crop=False),
     Task("clevr_dist", "structured", "depth of the closest object", 6, 15_000, CLEVR, crop=False),
-    Task(
-        *("dmlab", "structured", "distance to an object, good or bad, in a maze", 6, 22_735),
-        "github.com/google-research/task_adaptation",
-        crop=False,
-    ),
+    Task("dmlab", "structured", "distance to an object, good or bad, in a maze", 6, 22_735, MAZES, crop=False),
     Task("kitti", "structured", "distance to the closest vehicle", 4, 711, "cvlibs.net/datasets/kitti", crop=False),
     Task("dsprites_loc", "structured", "where a shape is, left to right", 16, 73_728, SPRITES, crop=False, flip=False),
     Task("dsprites_ori", "structured", "how a shape is turned", 16, 73_728, SPRITES, crop=False, flip=False),
@@ -138,12 +133,7 @@ def read_list(path: Path, classes: int) -> list[tuple[str, int]]:
 
 
 def write_lists(
-    folder: Path,
-    paths: Sequence[str],
-    labels: Sequence[int],
-    seed: int = 0,
-    *,
-    test: tuple[Sequence[str], Sequence[int]] | None = None,
+    folder: Path, paths: Sequence[str], labels: Sequence[int], seed: int = 0, *, test: Labeled | None = None
 ) -> None:
     """Write a task's four lists from images (paths below `folder`) and their labels.
 
@@ -157,11 +147,8 @@ def write_lists(
     order = np.argsort(np.array(paths), kind="stable")
     drawn = order[np.argsort(keys(seed, SUBSET, np.arange(len(paths))), kind="stable")]
     cuts = {TRAIN: slice(0, 800), VALIDATION: slice(800, 1000), BOTH: slice(0, 1000)}
-    lists = {name: sorted_pairs(paths, labels, drawn[cut]) for name, cut in cuts.items()}
-    lists[TEST] = sorted_pairs(paths, labels, drawn[1000:]) if test is None else sorted(zip(*test, strict=True))
-    for name, pairs in lists.items():
-        write_text(folder / f"{name}.txt", "".join(f"{path} {int(label)}\n" for path, label in pairs))
-
-
-def sorted_pairs(paths: Sequence[str], labels: Sequence[int], index: Ints) -> list[tuple[str, int]]:
-    return sorted((paths[i], int(labels[i])) for i in index.tolist())
+    pairs = [(paths[i], labels[i]) for i in drawn.tolist()]
+    lists = {name: pairs[cut] for name, cut in cuts.items()}
+    lists[TEST] = pairs[1000:] if test is None else list(zip(*test, strict=True))
+    for name, some in lists.items():
+        write_text(folder / f"{name}.txt", "".join(f"{path} {int(label)}\n" for path, label in sorted(some)))
