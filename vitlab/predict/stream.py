@@ -29,20 +29,18 @@ def predict_stream(
     classifier: Classifier, inputs: Inputs, indices: range, *, top: int, batch: int | None = None, workers: int
 ) -> Iterator[PredictionBatch]:
     """Yield the predictions of the inputs at `indices`, batch by batch."""
-    device = classifier.device.type
-    size = batch or BATCH.get(device, CPU_BATCH)
+    size = batch or BATCH.get(classifier.device.type, CPU_BATCH)
     samples = ([(i, 0) for i in indices[start : start + size]] for start in range(0, len(indices), size))
     reader = EvalReader(inputs, classifier.model.config.image_size, classifier.preprocess)
-    for chunks in read_batches(reader, samples, chunk_size(size, workers), workers, AHEAD, device == "cuda"):
-        broken = tuple(bad for chunk in chunks for bad in chunk.broken)
-        unread = {index for index, _, _ in broken}
-        order = torch.cat([chunk.index for chunk in chunks]).tolist()
+    for chunk in read_batches(reader, samples, chunk_size(size, workers), workers, AHEAD, classifier.device):
+        unread = {index for index, _, _ in chunk.broken}
+        order = chunk.index.tolist()
         rows = [row for row, index in enumerate(order) if index not in unread]
         good: list[Prediction] = []
         if rows:
-            probabilities = predict_batch(classifier, torch.cat([chunk.pixels for chunk in chunks]), size)
+            probabilities = predict_batch(classifier, chunk.pixels, size)
             good = classifier.best(probabilities[rows], top, [inputs.name(order[row]) for row in rows])
-        yield PredictionBatch(tuple(good), broken)
+        yield PredictionBatch(tuple(good), chunk.broken)
 
 
 def predict_batch(classifier: Classifier, pixels: Tensor, size: int) -> Tensor:
