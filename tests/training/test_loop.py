@@ -13,7 +13,7 @@ from vitlab.data.loader import TrainLoader
 from vitlab.errors import UserError
 from vitlab.training.optim import learning_rate
 from vitlab.training.parallel import Cluster
-from vitlab.training.recipe import Recipe
+from vitlab.training.recipe import Recipe, change
 from vitlab.training.setup import divisors, fit_micro, prepare_run
 from vitlab.training.trainer import Trainer
 from vitlab.weights import load
@@ -35,7 +35,7 @@ def gradient(out: Path, recipe: Recipe) -> tuple[float, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid", "masked"])
 def test_eight_micro_batches_give_the_gradient_of_one(tmp_path: Path, objective: str) -> None:
-    recipe = dataclasses.replace(SMALL, objective=objective, dropout=0.0, drop_path=0.0, batch=64, micro=64)
+    recipe = change(SMALL, objective=objective, dropout=0.0, drop_path=0.0, batch=64, micro=64)
     loss, once = gradient(tmp_path / "once", recipe)
     parts_loss, parts = gradient(tmp_path / "parts", dataclasses.replace(recipe, micro=8))
     assert parts_loss == pytest.approx(loss, rel=1e-5)
@@ -53,7 +53,7 @@ def test_the_first_loss_by_hand(tmp_path: Path) -> None:
 
 def test_a_step_is_torchs(tmp_path: Path) -> None:
     """Four steps of the loop against the same four written out."""
-    recipe = dataclasses.replace(SMALL, dropout=0.0, drop_path=0.0, micro=32, steps=4, warmup=1, clip=0.5)
+    recipe = change(SMALL, dropout=0.0, drop_path=0.0, micro=32, steps=4, warmup=1, clip=0.5)
     trainer = make_trainer(tmp_path / "a", recipe)
     other = make_trainer(tmp_path / "b", recipe)
     model = other.core
@@ -127,7 +127,7 @@ def test_recomputed_activations_change_nothing(tmp_path: Path) -> None:
 
 def test_out_of_memory_shrinks_the_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that cannot take more than ten images at a time is given eight."""
-    recipe = dataclasses.replace(SMALL, micro=32, dropout=0.0, drop_path=0.0)
+    recipe = change(SMALL, micro=32, dropout=0.0, drop_path=0.0)
     trainer = make_trainer(tmp_path / "small", recipe)
     plain_loss = trainer.objective.loss
 
