@@ -57,7 +57,7 @@ def test_where_time_is_short_only_the_head_learns(
     assert advice.seconds == 5.0 * seen + 5.0 * 12 * (seen // 24)  # 12 test images for every 24 of training
 
 
-def test_what_the_user_says_goes_first(tmp_path: Path, weights: str) -> None:
+def test_the_users_settings_take_precedence(tmp_path: Path, weights: str) -> None:
     pairs = ["device=cpu", "epochs=2", "batch=8", "lr=0.5", "image_size=32", "freeze=body"]
     r = finetune_recipe(photos(tmp_path / "p", {"a": 30, "b": 30}), weights, pairs).recipe
     assert (r.epochs, r.batch, r.lr, r.image_size, r.freeze) == (2.0, 8, 0.5, (32, 32), "body")
@@ -72,7 +72,7 @@ def test_the_papers_recipe_where_the_machine_can_run_it(
     assert (r.batch, r.image_size, r.steps, r.optimizer, r.clip) == (512, (384, 384), 500, "sgd", 1.0)
 
 
-def test_no_weights_is_said_aloud(tmp_path: Path) -> None:
+def test_a_start_without_weights_is_reported(tmp_path: Path) -> None:
     advice = finetune_recipe(photos(tmp_path / "p", {"a": 30, "b": 30}), "none", ["device=cpu"])
     assert advice.recipe.weights is None
     assert "from scratch" in " ".join(advice.warnings)
@@ -86,7 +86,7 @@ def test_without_a_hub_it_starts_from_scratch(tmp_path: Path, monkeypatch: pytes
     assert "--weights" in advice.warnings[0]
 
 
-def test_troubles_of_the_set_are_told(tmp_path: Path, weights: str) -> None:
+def test_problems_of_the_set_are_reported(tmp_path: Path, weights: str) -> None:
     folder = photos(tmp_path / "p" / "train", {"many": 60, "few": 3, "ok": 30})
     photos(tmp_path / "p" / "test", {"many": 4, "few": 4, "ok": 4})
     twin = (tmp_path / "p" / "train" / "ok" / "0.png").read_bytes()
