@@ -170,7 +170,7 @@ def panels(
     across = (width - left - right - gap * (columns + 1)) / columns
     down = across * shape[0] / shape[1]
     height = top + rows * (down + each + gap) + foot
-    figure = new_figure(width, height, "none")  # the positions are exact, so that images touch no text
+    figure = new_figure(width, height, layout=None)  # the positions are exact, so that images touch no text
     grid = np.empty((rows, columns), object)
     for r, c in np.ndindex(rows, columns):
         x, y = left + gap + c * (across + gap), height - top - (r + 1) * (down + each + gap) + gap

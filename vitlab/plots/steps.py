@@ -66,7 +66,7 @@ class Sheet:
         self.small = (self.big - self.gap) / 2
         self.ratio = ratio  # height to width of an image
         self.height = (self.big + 2 * self.small) * ratio + 3 * self.words + self.gap + 0.35
-        self.figure = new_figure(self.width, self.height, "none")
+        self.figure = new_figure(self.width, self.height, layout=None)
 
     def add_axes(self, left: float, top: float, width: float, height: float) -> Any:
         place = (left / self.width, 1 - (top + height) / self.height, width / self.width, height / self.height)

@@ -73,7 +73,7 @@ def fonts() -> list[str]:
     return [FONT, *(name for name in CJK_FONTS if name in installed)]
 
 
-def new_figure(width: float, height: float, layout: Literal["constrained", "none"] = "constrained") -> "Figure":
+def new_figure(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> "Figure":
     """Create an empty figure, sides in inches, whose layout keeps texts apart or leaves them where they are put."""
     from matplotlib.figure import Figure
 
