@@ -228,7 +228,7 @@ def test_after_resize(randomize: Fill) -> None:
 
 def test_other_models_are_an_error() -> None:
     resnet = vitlab.build(ResNetConfig((32, 32), (1,), width=32))
-    with pytest.raises(UserError, match="ResNet and has no attention"):
+    with pytest.raises(UserError, match="ResNet: it has no patches, tokens or attention"):
         vitlab.attention(resnet, torch.zeros(1, 3, 32, 32))
     with pytest.raises(UserError, match="vitlab model, not Linear"):
         vitlab.attention(nn.Linear(2, 2), torch.zeros(1, 2))

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,20 +42,21 @@ def attention(model: Model, images: Tensor) -> list[Tensor]:
 @torch.no_grad()
 def each_attention(model: Model, images: Tensor) -> Iterator[Tensor]:
     """Yield the same a layer at a time: all layers of H/14 at 518 pixels would take 3.8 GB an image."""
-    model = unwrap(model)
-    if isinstance(model, ResNet):
-        raise UserError("this model is a ResNet and has no attention")
-    if not isinstance(model, ViT):
-        raise UserError(f"attention() takes a vitlab model, not {type(model).__name__}")
-    layers = [module for module in model.blocks.modules() if isinstance(module, Attention)]
-    inputs = record_inputs(model, layers, images)
-    grid = model.config.grid if model.config.attention == "axial" else None
+    vit = check_vit(model)
+    layers = [module for module in vit.blocks.modules() if isinstance(module, Attention)]
+    inputs = record_inputs(vit, layers, images)
+    grid = vit.config.grid if vit.config.attention == "axial" else None
     return (layer_weights(layer, inputs[i], grid, i % 2) for i, layer in enumerate(layers))
 
 
-def unwrap(model: Any) -> Any:
-    """Return the module that torch.compile wraps, or the model itself."""
-    return getattr(model, "_orig_mod", model)
+def check_vit(model: nn.Module) -> ViT:
+    """Return the ViT, without torch.compile's wrapper; any other model is a UserError."""
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, ResNet):
+        raise UserError("this model is a ResNet: it has no patches, tokens or attention to inspect")
+    if not isinstance(inner, ViT):
+        raise UserError(f"this takes a vitlab model, not {type(inner).__name__}")
+    return inner
 
 
 def record_inputs(model: ViT, layers: list[Attention], images: Tensor) -> list[Tensor]:
@@ -84,12 +84,8 @@ def layer_weights(layer: Attention, x: Tensor, grid: Size | None, axis: int) -> 
 def dense(weights: Tensor, grid: Size, axis: int) -> Tensor:
     """Expand attention within rows (axis 0) or columns (axis 1) of the grid to weights (B, H, hw, hw) over all."""
     h, w = grid
-    lines = grid[axis]
-    weights = weights.unflatten(0, (-1, lines)).transpose(1, 2)  # (B, H, lines, length, length)
+    weights = weights.unflatten(0, (-1, grid[axis])).transpose(1, 2)  # (B, H, lines, length, length)
     out = weights.new_zeros(*weights.shape[:2], h, w, h, w)  # (B, H, query row and column, key row and column)
-    for line in range(lines):
-        if axis == 0:
-            out[:, :, line, :, line, :] = weights[:, :, line]
-        else:
-            out[:, :, :, line, :, line] = weights[:, :, line]
+    for line in range(grid[axis]):
+        out.select(2 + axis, line).select(3 + axis, line).copy_(weights[:, :, line])
     return out.reshape(*out.shape[:2], h * w, h * w)

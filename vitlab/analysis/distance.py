@@ -10,7 +10,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from vitlab.analysis.attention import each_attention, unwrap
+from vitlab.analysis.attention import check_vit, each_attention
 from vitlab.errors import UserError
 from vitlab.models.config import Size, ViTConfig
 from vitlab.models.vit import ViT
@@ -45,7 +45,7 @@ def mean_distance(model: ViT, batches: Iterable[Tensor]) -> Doubles:
     `batches`: tensors (B, 3, height, width) of any lengths, read one at a time; `batch_size` returns how many images
     fit into memory. An axial block has two layers, rows then columns.
     """
-    config = unwrap(model).config
+    config = check_vit(model).config
     total, count = np.zeros(()), np.zeros(())
     for images in batches:
         per_layer = [query_distances(one, config).cpu().double() for one in each_attention(model, images)]

@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitlab.analysis.attention import check_vit
 from vitlab.analysis.distance import cell_distances, rank_correlation
-from vitlab.analysis.steps import check_vit, to_array
+from vitlab.analysis.steps import to_array
 from vitlab.errors import UserError
 from vitlab.models.vit import ViT
 

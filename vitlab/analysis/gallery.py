@@ -5,6 +5,7 @@ NAME/rollout, layers, heads, steps    .png, .svg     of the image NAME
 NAME/arrays.npz                                      the arrays of these, as in `steps.Steps`
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,21 +191,16 @@ def read_image(model: ViT, path: Path) -> Tensor:
 
 def read_batches(model: ViT, paths: Sequence[Path], advance: Callable[[int], None]) -> Iterator[Tensor]:
     size = batch_size(model.config)
-    for start in range(0, len(paths), size):
-        some = paths[start : start + size]
+    for some in (paths[start : start + size] for start in range(0, len(paths), size)):
         yield torch.stack([read_image(model, path) for path in some])
         advance(len(some))
 
 
 def folder_names(paths: Sequence[Path]) -> list[str]:
     """Name a folder for each file: the file's name without its ending, numbered from the second of one name on."""
-    taken: set[str] = set()
-    names = []
+    names: dict[str, str] = {}  # by their lower case, as some file systems do not distinguish it
     for path in paths:
-        name, number = path.stem, 1
-        while name.lower() in taken:
-            number += 1
-            name = f"{path.stem}-{number}"
-        taken.add(name.lower())
-        names.append(name)
-    return names
+        numbered = (f"{path.stem}-{number}" for number in itertools.count(2))
+        name = next(name for name in itertools.chain([path.stem], numbered) if name.lower() not in names)
+        names[name.lower()] = name
+    return list(names.values())

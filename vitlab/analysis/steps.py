@@ -11,11 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitlab.analysis.attention import each_attention, unwrap
+from vitlab.analysis.attention import check_vit, each_attention
 from vitlab.analysis.rollout import rollout, to_grid
 from vitlab.errors import UserError
 from vitlab.models.config import Size
-from vitlab.models.resnet import ResNet
 from vitlab.models.vit import ViT
 from vitlab.plots.steps import Steps
 
@@ -59,16 +58,6 @@ def five_steps(model: ViT, image: Tensor) -> Steps:
         rollout=to_array(to_grid(model, through)[0]),
         logits=to_array(logits),
     )
-
-
-def check_vit(model: nn.Module) -> ViT:
-    """Return the ViT, without torch.compile's wrapper; any other model is a UserError."""
-    inner = unwrap(model)
-    if isinstance(inner, ResNet):
-        raise UserError("this model is a ResNet: it has no patches, tokens or attention to inspect")
-    if not isinstance(inner, ViT):
-        raise UserError(f"this takes a vitlab model, not {type(inner).__name__}")
-    return inner
 
 
 def denormalize(model: ViT, image: Tensor) -> Floats:

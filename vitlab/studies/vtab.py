@@ -98,8 +98,10 @@ class Study:
             return
         self.results[task.name] = result = Result(report["accuracy"], len(data.test), lr, seconds, trials)
         self.write()
-        if not self.keep:
-            remove_weights(folder)
+        if not self.keep:  # a run's checkpoints and fine-tuned weights take 19 times the size of the model in all
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            for name in ("model.safetensors", "config.json"):
+                (folder / name).unlink(missing_ok=True)
         self.print(f"{task.name}: {result.accuracy:.2%} of {result.images:,} test images, {duration(seconds)}")
 
     def introduce(self, task: Task, data: Data, number: str) -> None:
@@ -175,13 +177,6 @@ class Study:
         if other is not None:
             raise UserError(f"the results in {path} were made with {other}; use another --out")
         self.results = done
-
-
-def remove_weights(folder: Path) -> None:
-    """Remove a run's checkpoints and fine-tuned weights, which take 19 times the size of the model in all."""
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    for name in ("model.safetensors", "config.json"):
-        (folder / name).unlink(missing_ok=True)
 
 
 def means(results: dict[str, Result]) -> dict[str, dict[str, float | int]]:

@@ -72,15 +72,14 @@ TASKS = (
 
 def choose(words: str) -> tuple[Task, ...]:
     """Select tasks by name or group, comma-separated, in the benchmark's order; "all" is all of them."""
-    chosen: set[str] = set()
+    chosen = [word.strip() for word in words.split(",")]
     known = ["all", *GROUPS, *(task.name for task in TASKS)]
-    for word in words.split(","):
-        if word.strip() not in known:
-            near = difflib.get_close_matches(word.strip(), known, 1, 0.5)
+    for word in chosen:
+        if word not in known:
+            near = difflib.get_close_matches(word, known, 1, 0.5)
             hint = f"did you mean '{near[0]}'?" if near else f"there are {listed(known)}"
-            raise UserError(f"there is no task '{word.strip()}'; {hint}")
-        chosen.add(word.strip())
-    return tuple(task for task in TASKS if chosen & {"all", task.group, task.name})
+            raise UserError(f"there is no task '{word}'; {hint}")
+    return tuple(task for task in TASKS if {"all", task.group, task.name}.intersection(chosen))
 
 
 # ---- lists
