@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 import vitlab
 from vitlab.cli import main
 
+M = TypeVar("M", bound=nn.Module)
 ADDED = ("token", "positions", "relative", "probe")  # tables whose rows are added or compared, not multiplied
 
 
-def fill(model: nn.Module, seed: int = 0) -> nn.Module:
+def fill(model: M, seed: int = 0) -> M:
     """Draw every parameter and floating-point buffer at random, at a scale that keeps activations near one."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -33,8 +35,12 @@ def fill(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+class Randomize(Protocol):
+    def __call__(self, model: M, seed: int = 0) -> M: ...
+
+
 @pytest.fixture
-def randomize() -> Callable[..., nn.Module]:
+def randomize() -> Randomize:
     return fill
 
 

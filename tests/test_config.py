@@ -15,7 +15,7 @@ from vitlab.models.variants import LISTED, configure
 from vitlab.settings import from_json, parse_settings, to_json
 
 VIT: dict[str, Any] = {"image_size": (32, 48), "patch": 16, "depth": 2, "width": 12, "mlp": 20, "heads": 3}
-CONFIGS = [
+CONFIGS: list[ViTConfig | ResNetConfig | StemConfig | Preprocess] = [
     ViTConfig(**VIT),
     ViTConfig(**(VIT | {"patch": 4}), stem=StemConfig((), 32)),
     ViTConfig(**(VIT | {"patch": 1}), stem=StemConfig((1, 2), 32, "variance", 1e-3, 1e-4)),
@@ -76,7 +76,7 @@ def test_any_legal_config(grid: tuple[int, int], patch: int, heads: int, head: i
 def test_configs_are_frozen() -> None:
     for config in CONFIGS:
         with pytest.raises(dataclasses.FrozenInstanceError):
-            config.width = 3
+            config.width = 3  # type: ignore[misc, union-attr]
 
 
 # ---- keys and types

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,11 +60,20 @@ def test_no_page_asks_another_host(site: Path, address: str) -> None:
     api = pytest.importorskip("playwright.sync_api")
     foreign: list[str] = []
     failed: list[str] = []
+
+    def check_request(request: Any) -> None:
+        if not request.url.startswith((address, "data:")):
+            foreign.append(request.url)
+
+    def check_response(response: Any) -> None:
+        if response.status >= 400:
+            failed.append(response.url)
+
     with api.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
         page = browser.new_page()
-        page.on("request", lambda request: request.url.startswith((address, "data:")) or foreign.append(request.url))
-        page.on("response", lambda response: response.status < 400 or failed.append(response.url))
+        page.on("request", check_request)
+        page.on("response", check_response)
         for path in sorted(site.rglob("*.html")):
             if path.name != "404.html":
                 page.goto(address + path.relative_to(site).as_posix(), wait_until="networkidle")

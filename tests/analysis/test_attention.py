@@ -231,7 +231,7 @@ def test_other_models_are_an_error() -> None:
     with pytest.raises(UserError, match="ResNet: it has no patches, tokens or attention"):
         vitlab.attention(resnet, torch.zeros(1, 3, 32, 32))
     with pytest.raises(UserError, match="vitlab model, not Linear"):
-        vitlab.attention(nn.Linear(2, 2), torch.zeros(1, 2))
+        vitlab.attention(nn.Linear(2, 2), torch.zeros(1, 2))  # type: ignore[arg-type]
 
 
 @each

@@ -137,7 +137,8 @@ def test_pixels_are_the_photo(tmp_path: Any, randomize: Any) -> None:
 def test_leaves_the_model_as_it_was(randomize: Any) -> None:
     model, image = build("plain", randomize)
     model.train()
-    first, again = five_steps(model, image), five_steps(torch.compile(model, backend="eager"), image)
+    compiled: Any = torch.compile(model, backend="eager")
+    first, again = five_steps(model, image), five_steps(compiled, image)
     assert isinstance(first, Steps)
     np.testing.assert_array_equal(first.logits, again.logits)  # no dropout, even while training
     assert all(module.training for module in model.modules())

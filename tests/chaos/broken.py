@@ -69,14 +69,18 @@ def bad_reader(folder: Path) -> list[str]:
     """A reader that executes its input."""
 
     def reader(place: Path) -> Callable[[bytes], None]:
+        def make_and_remove() -> None:
+            (place / "a" / "b").mkdir(parents=True)
+            shutil.rmtree(place / "a")
+
         def read(data: bytes) -> None:
             deeds: dict[bytes, Callable[[], Any]] = {
                 b"write": lambda: (folder / "elsewhere").write_text("x"),
                 b"run": lambda: os.system(f"touch {folder}/ran"),
                 b"grow": lambda: bytearray(3 << 29).count(1),
-                b"key": lambda: {}["key"],
+                b"key": lambda: dict[str, str]()["key"],
                 b"inside": lambda: (place / "inside").write_text("x"),
-                b"empty": lambda: ((place / "a" / "b").mkdir(parents=True), shutil.rmtree(place / "a")),
+                b"empty": make_and_remove,
             }
             if data not in deeds:
                 raise UserError("rejected")

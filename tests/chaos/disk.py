@@ -101,7 +101,7 @@ def fill(folder: Path, place: Path) -> str | None:
 def mount(place: Path, size: int) -> subprocess.CompletedProcess[bytes]:
     if os.geteuid():
         return subprocess.CompletedProcess([], 1)
-    words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place]
+    words: list[str | Path] = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place]
     return subprocess.run(words, stderr=subprocess.DEVNULL, check=False)
 
 

@@ -174,7 +174,7 @@ def wrap_system(armed: Armed) -> None:
             return armed.reach("open", lambda: opened(path, flags, *args, **options))
         return opened(path, flags, *args, **options)
 
-    os.open = open_number  # type: ignore[assignment]
+    os.open = open_number
 
 
 def wrapped_system(armed: Armed, plain: Callable[..., Any], point: str) -> Callable[..., Any]:
@@ -220,7 +220,7 @@ def wrap_open(armed: Armed) -> None:
         buffer = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
         return buffer if "b" in mode else io.TextIOWrapper(buffer, *args, **options)
 
-    io.open = builtins.open = opened  # type: ignore[assignment]
+    io.open = builtins.open = opened
 
 
 def wrap_save_file(armed: Armed) -> None:

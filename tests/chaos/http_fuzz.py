@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from chaos.clients import HOST, SMALL, health
 from chaos.rows import Row
@@ -64,7 +64,8 @@ BYTES = [
     b"\xff" * 9,
 ]
 
-Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+Reader: TypeAlias = asyncio.StreamReader
+Writer: TypeAlias = asyncio.StreamWriter
 
 
 @dataclass

@@ -129,7 +129,7 @@ def by_the_clock(folder: Path, kills: int, draw: random.Random, deadline: float)
 
 
 def command(out: Path, resume: bool) -> subprocess.Popen[bytes]:
-    words = [VITLAB, "train", "digits", "--out", out, *SETTINGS, *(["--resume"] if resume else [])]
+    words: list[str | Path] = [VITLAB, "train", "digits", "--out", out, *SETTINGS, *(["--resume"] if resume else [])]
     return subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from io import BufferedRandom
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ def end_tree(pid: int) -> None:
 
 def spread(jobs: Iterable[Callable[[], Any]], deadline: float, lanes: int = 2) -> Iterator[Any]:
     """The jobs' answers, a few at a time, each lane a process of its own; none is begun after the deadline."""
-    pending, running = iter(jobs), {}
+    pending = iter(jobs)
+    running: dict[int, BufferedRandom] = {}
     try:
         while True:
             while len(running) < lanes and time.monotonic() < deadline and (job := next(pending, None)) is not None:

@@ -71,12 +71,15 @@ def picture_seeds(_: Path) -> list[bytes]:
 
 def saved(image: Image.Image, kind: str, **options: object) -> bytes:
     file = io.BytesIO()
-    image.save(file, kind, **options)  # type: ignore[arg-type]
+    image.save(file, kind, **options)
     return file.getvalue()
 
 
 def picture_reader(_: Path) -> Read:
-    return lambda data: decode(io.BytesIO(data), "input").load() and None
+    def read(data: bytes) -> None:
+        decode(io.BytesIO(data), "input").load()
+
+    return read
 
 
 # ---- weights

@@ -82,7 +82,18 @@ def test_killed_and_starved(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "chaos", "--only", "disk,kills", "--scale", "0.02", "--out", tmp_path, "--no-page"]
+    words = [
+        sys.executable,
+        "-m",
+        "chaos",
+        "--only",
+        "disk,kills",
+        "--scale",
+        "0.02",
+        "--no-page",
+        "--out",
+        str(tmp_path),
+    ]
     with subprocess.Popen(words, cwd=TESTS, env=environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         next(line for line in process.stdout if line.startswith("kills"))  # the disk is done

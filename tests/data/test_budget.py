@@ -34,6 +34,10 @@ def wide(width: int, height: int, kind: str, **options: object) -> bytes:
     return file.getvalue()
 
 
+def same_pixels(one: Image.Image, other: Image.Image) -> bool:
+    return np.array_equal(np.asarray(one), np.asarray(other))
+
+
 # ---- headers
 
 
@@ -120,12 +124,12 @@ def test_time_is_limited_and_the_next_picture_is_read() -> None:
     box, good = Sandbox(Budget(cpu=1, wall=15)), encoded(picture(3))
     with pytest.raises(DecodeError, match=r"more than 1 s of a core|longer than 15 s"):
         box.decode(bombs.scans(), DecodeRequest())
-    assert np.array_equal(box.decode(good, DecodeRequest()), picture(3))
+    assert same_pixels(box.decode(good, DecodeRequest()), picture(3))
     box.budget = Budget(wall=0.5)
     with pytest.raises(DecodeError, match=r"longer than 0\.5 s"):
         box.decode(bombs.odd_maxval(), DecodeRequest())
     box.budget = Budget()
-    assert np.array_equal(box.decode(good, DecodeRequest()), picture(3))
+    assert same_pixels(box.decode(good, DecodeRequest()), picture(3))
     box.kill(close=True)
 
 
@@ -135,7 +139,7 @@ def test_memory_is_limited_and_the_next_picture_is_read(bomb: str) -> None:
     box = Sandbox(Budget(memory=200_000_000))
     with pytest.raises(DecodeError):
         box.decode(getattr(bombs, bomb)(), DecodeRequest())
-    assert np.array_equal(box.decode(encoded(picture(3)), DecodeRequest()), picture(3))
+    assert same_pixels(box.decode(encoded(picture(3)), DecodeRequest()), picture(3))
     assert box.process is not None
     status = Path(f"/proc/{box.process.pid}/status").read_text()
     assert int(status.split("VmHWM:")[1].split()[0]) < 300_000  # kB, at its peak
@@ -158,14 +162,14 @@ def test_more_pixels_than_allowed() -> None:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "GIF", "WEBP"])
 def test_the_process_gives_the_same_pixels(kind: str) -> None:
     data = wide(61, 47, kind)
-    assert np.array_equal(sandbox().decode(data, DecodeRequest()), decode_bytes(data))
+    assert same_pixels(sandbox().decode(data, DecodeRequest()), decode_bytes(data))
 
 
 def test_large_pictures_come_in_bands() -> None:
     image = Image.effect_noise((1500, 2001), 90).convert("RGB")
     file = io.BytesIO()
     image.save(file, "BMP")
-    assert np.array_equal(decode(file.getvalue(), "x"), image)
+    assert same_pixels(decode(file.getvalue(), "x"), image)
 
 
 def test_framing_in_the_process_is_evaluation() -> None:
@@ -190,7 +194,7 @@ def test_a_process_that_was_killed_is_replaced() -> None:
     box.decode(good, DecodeRequest())
     assert box.process is not None
     os.kill(box.process.pid, signal.SIGKILL)
-    assert np.array_equal(box.decode(good, DecodeRequest()), picture(3))
+    assert same_pixels(box.decode(good, DecodeRequest()), picture(3))
     box.kill(close=True)
 
 

@@ -147,7 +147,7 @@ def test_invalid_augment_settings() -> None:
         {"label_smoothing": 1.0},
     ):
         with pytest.raises(UserError):
-            Augment(**settings)  # type: ignore[arg-type]
+            Augment(**settings)
 
 
 # ---- RandAugment

@@ -18,7 +18,7 @@ from PIL import Image
 import vitlab
 from vitlab.data.decoder import DecodeHint
 from vitlab.data.open import open_data
-from vitlab.data.source import ArraySource, Subset
+from vitlab.data.source import ArraySource, ImageSource, Subset
 from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
 from vitlab.evaluation.extract import Features, extract
@@ -49,7 +49,7 @@ class Counted(ArraySource):
 
 def tiny(seed: int = 0, **settings: object) -> ViT:
     torch.manual_seed(seed)
-    model = vitlab.create("Ti/4", image_size=8, depth=1, width=12, heads=2, mlp=24, classes=4, dropout=0.2, **settings)  # type: ignore[arg-type]
+    model = vitlab.create("Ti/4", image_size=8, depth=1, width=12, heads=2, mlp=24, classes=4, dropout=0.2, **settings)
     assert isinstance(model, ViT)
     torch.nn.init.normal_(model.head.weight)  # type: ignore[union-attr]
     return model
@@ -62,7 +62,7 @@ def photos(folder: Path) -> None:
             Image.new("RGB", (10, 10), (i, 2 * i, 90)).save(folder / label / f"{i:02}.png")
 
 
-def small(model: Model, source: ArraySource | Subset, **options: object) -> Features:
+def small(model: Model, source: ImageSource, **options: object) -> Features:
     return extract(model, source, batch=BATCH, device="cpu", workers=0, **options)  # type: ignore[arg-type]
 
 
@@ -204,7 +204,7 @@ def test_a_changed_photo_is_computed_again(tmp_path: Path, pieces: Callable[[Pat
     """A change of any image of a piece, not only the first; the other pieces are kept."""
     photos(tmp_path / "photos")
     model, source = tiny(), open_data(str(tmp_path / "photos"), holdout=0.01).train
-    before = small(model, source, keep=tmp_path / "kept").values  # type: ignore[arg-type]
+    before = small(model, source, keep=tmp_path / "kept").values
     assert len(pieces(tmp_path / "kept")) == 2
     photo = Path(source.name(17))
     Image.new("RGB", (10, 10), (200, 0, 0)).save(photo)
@@ -221,10 +221,10 @@ def test_a_photo_that_changes_meanwhile_is_computed_again(tmp_path: Path) -> Non
     model, source = tiny(), open_data(str(tmp_path / "photos"), holdout=0.01).train
     new = Image.new("RGB", (10, 10), (200, 0, 0))
     hook = model.norm.register_forward_hook(lambda *_: new.save(source.name(3)))  # its batch has been read
-    small(model, source, keep=tmp_path / "kept")  # type: ignore[arg-type]
+    small(model, source, keep=tmp_path / "kept")
     hook.remove()
-    after = small(model, source, keep=tmp_path / "kept").values  # type: ignore[arg-type]
-    assert_array_equal(after, small(model, source).values)  # type: ignore[arg-type]
+    after = small(model, source, keep=tmp_path / "kept").values
+    assert_array_equal(after, small(model, source).values)
 
 
 def test_a_broken_image_is_named(tmp_path: Path, pieces: Callable[[Path], list[Path]]) -> None:
@@ -234,7 +234,7 @@ def test_a_broken_image_is_named(tmp_path: Path, pieces: Callable[[Path], list[P
     source, keep = open_data(str(tmp_path / "photos"), holdout=0.01).train, tmp_path / "kept"
     assert str(bad) in {source.name(i) for i in range(len(source))}
     with pytest.raises(UserError, match=r"dog/50\.png cannot be read .*fix or remove it"):
-        small(tiny(), source, keep=keep)  # type: ignore[arg-type]
+        small(tiny(), source, keep=keep)
     assert len(pieces(keep)) == 1  # the pieces before it are kept
 
 

@@ -48,7 +48,7 @@ def targets(labels: NDArray[np.int64], classes: int = 4) -> NDArray[np.float64]:
     return 2 * np.eye(classes)[labels] - 1
 
 
-def close(found: NDArray[np.float64], true: NDArray[np.float64], tolerance: float = 1e-6) -> None:
+def close(found: NDArray[np.float64], true: NDArray[np.floating], tolerance: float = 1e-6) -> None:
     assert np.abs(found - true).max() <= tolerance * np.abs(true).max()
 
 
@@ -285,7 +285,7 @@ def test_bad_options_are_one_line(options: list[str], message: str, model: Path,
 def test_ctrl_c_prints_how_to_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     vitlab.save(vitlab.create("Ti/4", image_size=32, classes=0), folder)
-    words = [Path(sys.executable).with_name("vitlab"), "fewshot", str(folder), "digits"]
+    words = [str(Path(sys.executable).with_name("vitlab")), "fewshot", str(folder), "digits"]
     accept = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=accept)
     deadline = time.monotonic() + 60

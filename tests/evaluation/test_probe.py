@@ -64,6 +64,7 @@ def test_the_objective_and_its_gradient_are_those_of_autograd() -> None:
     z = torch.from_numpy(scaled(train.values, train.values)) @ w[:-1] + w[-1]
     f = torch.nn.functional.cross_entropy(z, y) + 0.1 / 2 * w[:-1].square().sum()
     f.backward()
+    assert w.grad is not None
     for chunk in (7, 50, 4096):
         loss, gradient = objective(x, y, fitted.standardizer, w.detach(), 0.1, chunk)
         assert_allclose(loss / 50, f.detach(), rtol=1e-12)

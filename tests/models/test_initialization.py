@@ -126,6 +126,7 @@ def test_convolutions(config: Any) -> None:
 
 def test_resnet_head_and_norms() -> None:
     model = vitlab.build(ResNetConfig((32, 32), (1, 1), width=32, classes=7))
+    assert model.head is not None
     is_zero(model.head.weight, model.head.bias)
     for module in model.modules():
         if isinstance(module, nn.GroupNorm):

@@ -13,8 +13,19 @@ from torch import Tensor
 import vitlab
 from vitlab.errors import UserError
 from vitlab.models.config import ModelConfig, ResNetConfig, ViTConfig
+from vitlab.models.positions import Table
+from vitlab.models.variants import Model
+from vitlab.models.vit import ViT
 
 Fill = Callable[..., Any]
+
+
+def table_of(model: Model) -> Tensor:
+    assert isinstance(model, ViT)
+    assert isinstance(model.positions, Table)
+    return model.positions.table
+
+
 GRIDS = [
     *[((3, 5), (7, 4)), ((3, 5), (2, 9)), ((4, 4), (11, 6)), ((8, 6), (3, 2)), ((5, 3), (5, 4))],
     *[((1, 4), (3, 6)), ((4, 1), (6, 3)), ((1, 1), (3, 2)), ((3, 4), (1, 1)), ((2, 5), (1, 5))],
@@ -142,9 +153,9 @@ def test_a_ramp_survives_there_and_back(through: tuple[int, int]) -> None:
     slopes = torch.randn(3, 1, 8, dtype=torch.float64)
     ramp = slopes[0] * y.reshape(-1, 1) + slopes[1] * x.reshape(-1, 1) + slopes[2]
     with torch.no_grad():
-        model.positions.table[0, 1:] = ramp
+        table_of(model)[0, 1:] = ramp
     model.resize((2 * through[0], 2 * through[1])).resize((8, 12))
-    torch.testing.assert_close(model.positions.table[0, 1:].detach(), ramp, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(table_of(model)[0, 1:].detach(), ramp, rtol=1e-12, atol=1e-12)
 
 
 def test_resized_offsets_keep_their_center(randomize: Fill) -> None:
@@ -171,7 +182,7 @@ def test_frozen_positions_stay_frozen(kind: str, place: str) -> None:
 @pytest.mark.parametrize("config", [*(small(positions=kind) for kind, _ in KINDS), ResNetConfig((8, 8), (1,))])
 def test_unknown_mode(config: ModelConfig) -> None:
     with pytest.raises(UserError, match="'bilinear' or 'bicubic', not 'nearest'"):
-        vitlab.build(config).resize(12, mode="nearest")
+        vitlab.build(config).resize(12, mode="nearest")  # type: ignore[arg-type]
 
 
 # ---- values
@@ -194,7 +205,7 @@ def test_sinusoids(width: int, pool: str) -> None:
 
 def test_one_table_per_layer_or_one_for_all() -> None:
     shapes = {place: small(placement=place) for place in ("stem", "every", "shared")}
-    tables = {place: len(vitlab.build(c).positions.table) for place, c in shapes.items()}
+    tables = {place: len(table_of(vitlab.build(c))) for place, c in shapes.items()}
     assert tables == {"stem": 1, "every": 3, "shared": 1}
 
 

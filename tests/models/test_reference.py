@@ -10,7 +10,7 @@ import torch
 from scipy.special import erf
 
 import vitlab
-from vitlab.models.config import ResNetConfig, StemConfig, ViTConfig
+from vitlab.models.config import ModelConfig, ResNetConfig, StemConfig, ViTConfig
 
 Array = np.ndarray
 Weights = dict[str, Array]
@@ -262,7 +262,7 @@ POSITIONS = [
 ]
 TALL = (20, 12)
 STEM = StemConfig((2, 1), width=32)
-CONFIGS = {
+CONFIGS: dict[str, ModelConfig] = {
     **{
         f"{k}-{p}-{pool}": small(positions=k, placement=p, pool=pool)
         for k, p in POSITIONS
@@ -309,8 +309,10 @@ def test_equations(name: str, randomize: Callable[..., Any]) -> None:
     images = torch.randn(2, 3, *config.image_size, dtype=torch.float64)
     with torch.no_grad():
         ours = [model.tokens(images), model.features(images), model(images)]
-    by_hand = vit if isinstance(config, ViTConfig) else resnet
-    each = [by_hand(image, weights, config) for image in images.numpy()]
+    if isinstance(config, ViTConfig):
+        each = [vit(image, weights, config) for image in images.numpy()]
+    else:
+        each = [resnet(image, weights, config) for image in images.numpy()]
     for got, expected in zip(ours, map(np.stack, zip(*each, strict=True)), strict=True):
         assert got.shape == expected.shape
         assert np.abs(expected).max() > 1e-3

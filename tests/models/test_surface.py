@@ -100,7 +100,7 @@ def test_compile(name: str, randomize: Fill) -> None:
     """One graph, the same numbers, the same gradients."""
     torch._dynamo.reset()
     model = randomize(vitlab.build(CONFIGS[name]))
-    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
     images = images_for(model)
     for run in (model, compiled):
         run(images).square().sum().backward()
@@ -124,7 +124,7 @@ def test_compile_with_dropout(randomize: Fill) -> None:
 def test_compile_then_resize(randomize: Fill) -> None:
     torch._dynamo.reset()
     model = randomize(vitlab.build(small(positions="relative", depth=1))).eval()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(images_for(model))
     model.resize(OTHER)
     images = images_for(model)
@@ -140,7 +140,7 @@ def test_inductor(randomize: Fill) -> None:
     model = randomize(vitlab.build(small(depth=1))).eval()
     images = images_for(model)
     with torch.no_grad():
-        compiled = torch.compile(model, fullgraph=True)
+        compiled: Any = torch.compile(model, fullgraph=True)
         torch.testing.assert_close(compiled(images), model(images), rtol=1e-4, atol=1e-4)
 
 
@@ -212,6 +212,7 @@ def test_half_precision_weights(name: str, randomize: Fill) -> None:
 def test_randomness_is_for_training(randomize: Fill) -> None:
     for name in ("plain", "attention pool", "axial"):
         config = CONFIGS[name]
+        assert isinstance(config, ViTConfig)
         quiet = randomize(vitlab.build(config)).eval()
         noisy = randomize(vitlab.build(dataclasses.replace(config, dropout=0.4, drop_path=0.4)))
         images = images_for(quiet)
@@ -345,7 +346,7 @@ def test_impossible_resize_changes_nothing(name: str) -> None:
     model = vitlab.build(CONFIGS[name])
     for size in (0, -32, (32,), (32, 32, 32), "32", 2.5):
         with pytest.raises(UserError) as caught:
-            model.resize(size)
+            model.resize(size)  # type: ignore[arg-type]
         assert "image_size" in one_sentence(caught.value)
     if name != "BiT":
         with pytest.raises(UserError, match="32 or 48"):

@@ -7,7 +7,7 @@ import torch
 
 import vitlab
 from vitlab.errors import UserError
-from vitlab.models.config import StemConfig
+from vitlab.models.config import StemConfig, ViTConfig
 from vitlab.models.variants import LISTED, SIZES, STAGES, Model, configure, name_of
 
 # At 224 px with 1000 classes. ViT and hybrids: the published counts. ResNets: see `resnet_parameters`.
@@ -31,7 +31,7 @@ def parameters(model: Model) -> int:
 
 def make(name: str, **settings: object) -> Model:
     with torch.device("meta"):
-        return vitlab.create(name, **settings)  # type: ignore[arg-type]
+        return vitlab.create(name, **settings)
 
 
 @pytest.mark.parametrize("name", LISTED)
@@ -161,4 +161,6 @@ def test_a_config_knows_its_name(name: str) -> None:
 def test_a_shape_of_ones_own_has_no_name() -> None:
     assert name_of(configure("B/16", {"depth": 3})) is None
     assert name_of(dataclasses.replace(configure("R50x1", {}), width=96)) is None
-    assert name_of(dataclasses.replace(configure("R50+B/16", {}), stem=StemConfig((1, 1, 1)))) is None
+    hybrid = configure("R50+B/16", {})
+    assert isinstance(hybrid, ViTConfig)
+    assert name_of(dataclasses.replace(hybrid, stem=StemConfig((1, 1, 1)))) is None

@@ -4,12 +4,14 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 matplotlib = pytest.importorskip("matplotlib")
+
+from matplotlib.patches import Rectangle  # noqa: E402
 
 from vitlab.plots import inside, style  # noqa: E402
 from vitlab.plots.steps import pick_evenly, steps_figure  # noqa: E402
@@ -168,10 +170,10 @@ def test_every_head_has_a_dot() -> None:
     figure = inside.distance_figure(distance, 2, 45)
     (axes,) = figure.axes
     dots = axes.collections[0].get_offsets()
-    assert dots.tolist() == [[1, 10], [1, 20], [2, 30], [2, 40], [3, 50], [3, 60]]
+    assert np.asarray(dots).tolist() == [[1, 10], [1, 20], [2, 30], [2, 40], [3, 50], [3, 60]]
     mean, even = axes.lines
-    assert mean.get_ydata().tolist() == [15, 35, 55]
-    assert set(even.get_ydata()) == {45}
+    assert np.asarray(mean.get_ydata()).tolist() == [15, 35, 55]
+    assert set(np.asarray(even.get_ydata())) == {45}
 
 
 def test_heads_are_the_chosen_ones() -> None:
@@ -189,7 +191,8 @@ def test_class_scores_are_a_softmax_by_rank() -> None:
     figure = steps_figure(these, layer_names(12), ["cat", "dog", "owl"], WHOSE, False)
     texts = [text.get_text() for text in figure.axes[-1].texts]
     assert texts == ["dog", "70.0%", "cat", "20.0%", "owl", "10.0%"]
-    assert [bar.get_width() for bar in figure.axes[-1].patches] == pytest.approx([0.7, 0.2, 0.1])
+    bars = cast(list[Rectangle], figure.axes[-1].patches)
+    assert [bar.get_width() for bar in bars] == pytest.approx([0.7, 0.2, 0.1])
 
 
 def test_long_names_are_clipped_and_short_ones_are_not() -> None:

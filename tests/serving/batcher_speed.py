@@ -41,11 +41,16 @@ def alone(classifier: Classifier, pictures: Tensor, seconds: float) -> float:
 def batched(classifier: Classifier, pictures: Tensor, seconds: float, max_batch: int) -> float:
     """As many callers as the queue has places, each of which submits again after its answer."""
     sizes, ends = [0], [time.perf_counter()]
+
+    def record(size: int, _: float) -> None:
+        sizes.append(size)
+        ends.append(time.perf_counter())
+
     batcher: Batcher[Tensor, Tensor] = Batcher(
         lambda items: list(classifier.probabilities(torch.stack(list(items)))),
         max_batch=max_batch,
         queue=4 * max_batch,
-        on_batch=lambda size, _: (sizes.append(size), ends.append(time.perf_counter()))[0],
+        on_batch=record,
     )
     waiting: deque[Future[Tensor]] = deque()
     asked = 0

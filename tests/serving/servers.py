@@ -33,6 +33,7 @@ def small(name: str = "Ti/8", **settings: Any) -> Any:
     size = {"depth": 3, "width": 48, "mlp": 96, "heads": 3} if "x" not in name else {}
     torch.manual_seed(1)
     model = vitlab.create(name, **{"image_size": 32, "classes": len(NAMES), **size, **settings})
+    assert model.head is not None
     torch.nn.init.normal_(model.head.weight, std=0.4)
     return model.eval()
 

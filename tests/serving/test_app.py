@@ -5,7 +5,7 @@ import base64
 import io
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -258,7 +258,12 @@ def test_a_request_can_never_be_larger_than_the_queue(run: Path) -> None:
 def held(service: Service) -> Iterator[threading.Event]:
     """The model's thread, kept busy until the block ends."""
     entered, go = threading.Event(), threading.Event()
-    busy = service.batcher.call(lambda: (entered.set(), go.wait(60)))
+
+    def block() -> None:
+        entered.set()
+        go.wait(60)
+
+    busy = service.batcher.call(block)
     assert entered.wait(60)
     try:
         yield go
@@ -306,9 +311,9 @@ def test_a_client_that_disconnects_costs_no_computation(run: Path) -> None:
             return {"type": "http.disconnect"}
 
         receive.asked = False  # type: ignore[attr-defined]
-        sent: list[dict[str, Any]] = []
+        sent: list[MutableMapping[str, Any]] = []
 
-        async def send(message: dict[str, Any]) -> None:
+        async def send(message: MutableMapping[str, Any]) -> None:
             sent.append(message)
 
         scope = {
@@ -339,7 +344,7 @@ def test_a_token_guards_the_api_and_not_the_page(run: Path) -> None:
         for path in ("/v1/predict", "/v1/explain"):
             refused(http.post(path, files=form(PNG)), 401, "this server requires a token")
         for sent in ("", "Bearer", "Bearer open", "Bearer open sesame!", "Basic open sesame", "bearer \xff"):
-            answer = http.get("/v1/model", headers={"Authorization": sent.encode("latin-1")})
+            answer = http.get("/v1/model", headers={b"Authorization": sent.encode("latin-1")})
             refused(answer, 401, "Authorization: Bearer TOKEN")
             assert answer.headers["www-authenticate"] == "Bearer"
         for path in ("/metrics", "/nowhere", "/v1%2Fmodel", "//v1/model"):
@@ -377,7 +382,9 @@ def test_the_metrics(run: Path) -> None:
         "vitlab_queue_length": "gauge",
         "vitlab_upload_bytes": "gauge",
     }
-    samples = {(one.name, *sorted(one.labels.items())): one.value for family in families for one in family.samples}
+    samples: dict[tuple[Any, ...], float] = {
+        (one.name, *sorted(one.labels.items())): one.value for family in families for one in family.samples
+    }
     route = ("route", "/v1/predict")
     expected = {
         ("vitlab_requests_total", route, ("status", "200")): 3,

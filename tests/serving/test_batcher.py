@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -142,7 +142,8 @@ def test_a_call_has_the_models_thread_to_itself_in_its_turn() -> None:
         called = batcher.call(lambda: order.append((threading.current_thread().name, list(run.batches))))
         after = batcher.submit(2)
         run.gate.set()
-        wait([before, called, after], 60)
+        futures: list[Future[Any]] = [before, called, after]
+        wait(futures, 60)
     assert order == [("model", [[0], [1]])]
     assert run.batches == [[0], [1], [2]]
 

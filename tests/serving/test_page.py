@@ -5,11 +5,16 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 from servers import NAMES, VITLAB, Running, encoded, photo, save, server
 
-sync_api = pytest.importorskip("playwright.sync_api")
+if TYPE_CHECKING:
+    from playwright import sync_api
+else:
+    sync_api = pytest.importorskip("playwright.sync_api")
+
 CHROMIUM = Path("/usr/bin/chromium")
 pytestmark = [
     pytest.mark.slow,
@@ -177,7 +182,7 @@ def test_screen_readers_get_the_result(visit: Visit) -> None:
 @pytest.mark.parametrize("width", [360, 390, 768, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_every_width_in_light_and_dark(
-    browser: "sync_api.Browser", live: Running, width: int, scheme: str
+    browser: "sync_api.Browser", live: Running, width: int, scheme: Literal["light", "dark"]
 ) -> None:
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     visit = Visit(page)

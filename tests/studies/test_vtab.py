@@ -195,7 +195,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def study(weights: str, root: Path, out: Path, **more: Any) -> Study:
-    return run_vtab(weights, root, out, **({"tasks": TWO, "steps": 5, "settings": SMALL, "console": QUIET} | more))
+    options: dict[str, Any] = {"tasks": TWO, "steps": 5, "settings": SMALL, "console": QUIET}
+    return run_vtab(weights, root, out, **(options | more))
 
 
 def test_the_accuracy_is_that_of_the_model_it_leaves(weights: str, root: Path, tmp_path: Path) -> None:

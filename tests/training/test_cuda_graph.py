@@ -39,7 +39,13 @@ def test_the_loss_curve_is_that_of_plain_steps(tmp_path: Path, compiled: str) ->
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_resumed_run_records_anew(tmp_path: Path) -> None:
     """The checkpoint at step 20 of 30, resumed: the same losses as without the interruption."""
-    settings = {"device": "cuda", "precision": "float32", "compile": "no", "cuda_graph": True, "checkpoint_every": 20}
+    settings: dict[str, Any] = {
+        "device": "cuda",
+        "precision": "float32",
+        "compile": "no",
+        "cuda_graph": True,
+        "checkpoint_every": 20,
+    }
     plain = losses(tmp_path / "run", **settings)
     last, old = (tmp_path / "run" / "checkpoints" / name for name in ("last", "last.old"))
     last.rename(tmp_path / "end")

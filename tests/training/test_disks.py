@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_runs import assert_same_run, train_small
@@ -65,7 +66,7 @@ def test_the_disk_fills_up_while_logging(disk: Path, tmp_path: Path, tensorboard
     """The error is one line, and once there is space the resumed run equals the one that never met it."""
     if tensorboard:
         pytest.importorskip("tensorboard")
-    settings = {"checkpoint_every": 1000, "log_every": 1, "tensorboard": tensorboard}
+    settings: dict[str, Any] = {"checkpoint_every": 1000, "log_every": 1, "tensorboard": tensorboard}
     (disk / "run").mkdir()
     ballast = disk / "ballast"
     room = os.statvfs(disk)

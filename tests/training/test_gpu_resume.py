@@ -78,7 +78,15 @@ def test_killed_and_resumed_to_the_bit(
 def test_out_of_memory_shrinks_and_continues(tmp_path: Path, compiled: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A share of the GPU that a batch of 4096 does not fit in, and a smaller one does."""
     size = {"image_size": (32, 32), "depth": 4, "width": 192, "mlp": 768, "heads": 3}
-    settings = {**SETTINGS, **size, "steps": 20, "batch": 4096, "micro": 4096, "compile": compiled, "resident": True}
+    settings: dict[str, Any] = {
+        **SETTINGS,
+        **size,
+        "steps": 20,
+        "batch": 4096,
+        "micro": 4096,
+        "compile": compiled,
+        "resident": True,
+    }
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (3 << 30) / total))
     train_small(tmp_path / "run", **settings)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ def test_recipe_beside_the_checkpoint_is_resolved(tmp_path: Path) -> None:
         ({"device": "tpux"}, "tpux"),
     ],
 )
-def test_settings_that_cannot_work(tmp_path: Path, change: dict[str, object], word: str) -> None:
+def test_settings_that_cannot_work(tmp_path: Path, change: dict[str, Any], word: str) -> None:
     with pytest.raises(UserError, match=word):
         train_small(tmp_path / "run", **change)
 

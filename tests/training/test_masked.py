@@ -11,6 +11,7 @@ import vitlab
 from vitlab.data.loader import Batch
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess
+from vitlab.models.vit import ViT
 from vitlab.training.masked import COLORS, MaskedPatches, PatchPrediction, color_classes, corrupt
 
 PATCHES = 196
@@ -81,7 +82,9 @@ def test_white_is_the_last_class_and_black_the_first() -> None:
 
 def small() -> MaskedPatches:
     torch.manual_seed(0)
-    model = MaskedPatches(vitlab.create("Ti/4", image_size=16, depth=2, width=32, mlp=64, heads=2, classes=0))
+    vit = vitlab.create("Ti/4", image_size=16, depth=2, width=32, mlp=64, heads=2, classes=0)
+    assert isinstance(vit, ViT)
+    model = MaskedPatches(vit)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     return model
@@ -92,13 +95,13 @@ def test_embeddings_are_replaced_as_chosen() -> None:
     images = torch.randn(3, 3, 16, 16)
     corruption = corrupt(0, 0, torch.arange(3), 16)
     seen: list[Tensor] = []
-    model.vit.encode = lambda x: seen.append(x) or torch.zeros(3, 17, 32)  # type: ignore[assignment, func-returns-value]
+    model.vit.encode = lambda x: seen.append(x) or torch.zeros(3, 17, 32)  # type: ignore[method-assign, func-returns-value]
     model(images, corruption)
     plain = model.vit.patches(images)
     for b in range(3):
         for n in range(16):
             if corruption.masked[b, n]:
-                expected = model.mask
+                expected: Tensor = model.mask
             elif corruption.swapped[b, n]:
                 expected = plain[b, corruption.other[b, n]]
             else:
@@ -130,5 +133,6 @@ def test_prior_is_the_entropy_of_the_colors() -> None:
 
 def test_attention_pooling_is_refused() -> None:
     model = vitlab.create("Ti/4", image_size=16, depth=1, width=32, mlp=64, heads=2, classes=0, pool="attention")
+    assert isinstance(model, ViT)
     with pytest.raises(UserError, match="pool"):
         MaskedPatches(model)

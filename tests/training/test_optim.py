@@ -1,6 +1,7 @@
 """Schedules, decay masks, clipping, averaging: against closed forms and plain loops."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -50,7 +51,15 @@ def test_rate_agrees_with_torch_schedulers() -> None:
 
 
 SMALL = {"depth": 2, "width": 64, "mlp": 64, "heads": 4, "classes": 3, "image_size": 32}
-KINDS = {
+
+
+def masked() -> MaskedPatches:
+    model = vitlab.create("Ti/16", **SMALL)
+    assert isinstance(model, ViT)
+    return MaskedPatches(model)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
     "token": lambda: vitlab.create("Ti/16", **SMALL, prelogits=8),
     "2d every": lambda: vitlab.create("Ti/16", **SMALL, positions="2d", placement="every"),
     "relative": lambda: vitlab.create("Ti/16", **SMALL, positions="relative"),
@@ -59,7 +68,7 @@ KINDS = {
     "axial": lambda: vitlab.create("Ti/16", **SMALL, attention="axial"),
     "hybrid": lambda: vitlab.create("R26+S/32", **SMALL),
     "resnet": lambda: vitlab.create("R50x1", classes=3, image_size=32),
-    "masked": lambda: MaskedPatches(vitlab.create("Ti/16", **SMALL)),
+    "masked": masked,
 }
 
 
@@ -97,7 +106,7 @@ def test_clip_scales_to_the_norm() -> None:
     own = [p.grad.clone() for p in layers[:2] if p.grad is not None]
     norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in own))
     assert float(clip_gradients(layers, 0.0)) == pytest.approx(norm, rel=1e-6)
-    assert all(torch.equal(p.grad, g) for p, g in zip(layers, own, strict=False))
+    assert all(p.grad is not None and torch.equal(p.grad, g) for p, g in zip(layers, own, strict=False))
     assert float(clip_gradients(layers, 1.0)) == pytest.approx(norm, rel=1e-6)
     for p, g in zip(layers, own, strict=False):
         torch.testing.assert_close(p.grad, g / norm, rtol=1e-5, atol=0)

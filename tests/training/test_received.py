@@ -183,7 +183,7 @@ def test_links_are_neither_read_nor_written_through(made: Path, tmp_path: Path, 
     path = run / name
     path.unlink(missing_ok=True)
     path.symlink_to(target)
-    recipe = {"data": str(made.parent / "photos"), "steps": 4, "batch": 4, "micro": 4, "warmup": 0}
+    recipe: dict[str, Any] = {"data": str(made.parent / "photos"), "steps": 4, "batch": 4, "micro": 4, "warmup": 0}
     with pytest.raises(UserError, match=path.name):
         train_small(run, resume=True, **recipe)
     with pytest.raises(UserError, match=path.name):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,7 +126,7 @@ def test_a_run_is_not_overwritten() -> None:
 
 
 @pytest.mark.parametrize(("change", "named"), [({"lr": 1e-4}, "lr"), ({"steps": 30}, "steps"), ({"seed": 1}, "seed")])
-def test_another_recipe_is_rejected_by_name(change: dict[str, object], named: str) -> None:
+def test_another_recipe_is_rejected_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=f"another {named} "):
         train_small(plain_run(), resume=True, **change)
 
@@ -194,7 +195,15 @@ def test_sigkill_at_five_random_steps(tmp_path: Path) -> None:
     settings = ["steps=120", "checkpoint_every=10", "seed=3", "log_every=1", *size]
 
     def start(out: Path, resume: bool) -> subprocess.Popen[bytes]:
-        words = [VITLAB, "train", "digits", "--out", out, *settings, *(["--resume"] if resume else [])]
+        words: list[str | Path] = [
+            VITLAB,
+            "train",
+            "digits",
+            "--out",
+            out,
+            *settings,
+            *(["--resume"] if resume else []),
+        ]
         return subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
 
     def done(out: Path) -> int:
@@ -217,7 +226,7 @@ def test_sigkill_at_five_random_steps(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_asked_to_stop(tmp_path: Path, number: signal.Signals) -> None:
-    words = [VITLAB, "train", "digits", "--out", tmp_path / "run", "steps=5000"]
+    words: list[str | Path] = [VITLAB, "train", "digits", "--out", tmp_path / "run", "steps=5000"]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     log = tmp_path / "run" / "log.jsonl"
     while not log.exists() or log.stat().st_size == 0:
@@ -237,7 +246,7 @@ def test_digits_are_learned(tmp_path: Path) -> None:
 
     def attempt() -> float:
         folder = tmp_path / next(folders)
-        words = [VITLAB, "train", "digits", "--out", folder]
+        words: list[str | Path] = [VITLAB, "train", "digits", "--out", folder]
         took = seconds(lambda: subprocess.run(words, stdout=subprocess.DEVNULL, check=True))
         assert records(folder)[-1]["ema"]["accuracy"] >= 0.98
         return took

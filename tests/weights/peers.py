@@ -7,6 +7,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from vitlab.models.config import ViTConfig
+from vitlab.models.positions import Table
+from vitlab.models.variants import Model
+from vitlab.models.vit import ViT
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -32,6 +37,23 @@ def empty(make: Callable[[], M]) -> M:
     """A model without its initialization, which takes long."""
     with torch.device("meta"):
         return make().to_empty(device="cpu")
+
+
+def head_of(model: Model) -> nn.Linear:
+    assert model.head is not None
+    return model.head
+
+
+def table_of(model: Model) -> Tensor:
+    """The position table of a ViT that has one."""
+    assert isinstance(model, ViT)
+    assert isinstance(model.positions, Table)
+    return model.positions.table
+
+
+def vit_config(model: Model) -> ViTConfig:
+    assert isinstance(model, ViT)
+    return model.config
 
 
 def images(size: int | tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -7,7 +7,7 @@ import authors
 import numpy as np
 import pytest
 import torch
-from peers import agree, images, randomize
+from peers import agree, head_of, images, randomize, table_of, vit_config
 from scipy.ndimage import zoom
 
 import vitlab
@@ -81,16 +81,17 @@ def test_without_a_head_there_are_no_classes(tmp_path: Path) -> None:
 
 def test_heads_are_stored_and_cannot_be_overridden(tmp_path: Path) -> None:
     np.savez(tmp_path / "theirs.npz", **FILES["ViT"][0].w)
-    assert load(tmp_path / "theirs.npz", heads=4).config.heads == 4  # 16 each, not 64
+    assert vit_config(load(tmp_path / "theirs.npz", heads=4)).heads == 4  # 16 each, not 64
     with pytest.raises(UserError, match="4 heads"):
         load(tmp_path / "theirs.npz", heads=8)
 
 
 def test_bfloat16_comes_as_two_bytes_without_a_name(tmp_path: Path) -> None:
     arrays = {key: torch.from_numpy(array).bfloat16() for key, array in FILES["ViT"][0].w.items()}
-    np.savez(tmp_path / "half.npz", **{key: x.view(torch.int16).numpy().view("V2") for key, x in arrays.items()})
+    half: dict[str, Any] = {key: x.view(torch.int16).numpy().view("V2") for key, x in arrays.items()}
+    np.savez(tmp_path / "half.npz", **half)
     ours = load(tmp_path / "half.npz")
-    assert torch.equal(ours.head.bias, arrays["head/bias"].float())
+    assert torch.equal(head_of(ours).bias, arrays["head/bias"].float())
 
 
 @pytest.mark.parametrize("size", [(48, 48), (16, 64), (72, 40)])
@@ -102,7 +103,7 @@ def test_positions_are_resampled_as_the_authors_do(size: tuple[int, int], tmp_pa
     height, width = size[0] // 8, size[1] // 8
     grid = zoom(table[1:].reshape(4, 4, -1), (height / 4, width / 4, 1), order=1)
     expected = np.concatenate([table[:1], grid.reshape(height * width, -1)])
-    assert np.abs(ours.positions.table[0].detach().numpy() - expected).max() < 1e-6
+    assert np.abs(table_of(ours)[0].detach().numpy() - expected).max() < 1e-6
     assert ours(images(size, torch.float64)).shape == (2, 7)
 
 

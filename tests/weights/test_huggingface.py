@@ -17,7 +17,7 @@ from vitlab.models.config import Preprocess, ViTConfig
 from vitlab.models.variants import build
 from vitlab.weights import convert, load, save
 
-SMALL = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 130}
+SMALL: dict[str, Any] = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 130}
 SMALL |= {"image_size": 32, "patch_size": 8, "num_labels": 7}
 CASES: dict[str, dict[str, Any]] = {
     "B/16": {"image_size": 64, "num_hidden_layers": 2},
@@ -81,7 +81,7 @@ def test_write_ours(config: ViTConfig, dtype: torch.dtype, tmp_path: Path) -> No
     ours = randomize(build(config), dtype)
     save(ours, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "theirs", "huggingface")
-    kind = ViTForImageClassification if config.classes else ViTModel
+    kind: Any = ViTForImageClassification if config.classes else ViTModel
     theirs, info = kind.from_pretrained(tmp_path / "theirs", dtype=dtype, output_loading_info=True)
     assert not any(info.values())  # nothing missing, unexpected or mismatched
     x = images(config.image_size, dtype)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from peers import agree, images, randomize
+from peers import agree, head_of, images, randomize, table_of, vit_config
 from safetensors.torch import save_file
 from torchvision.models import VisionTransformer
 
@@ -116,7 +116,7 @@ def test_overrides(tmp_path: Path) -> None:
     model = load(tmp_path / "theirs.safetensors", heads=8, gelu="tanh", norm_eps=1e-3, preprocess=preprocess)
     assert model.config == dataclasses.replace(VIT, heads=8, gelu="tanh", norm_eps=1e-3)
     assert model.card.preprocess == preprocess
-    assert load(tmp_path / "ours", heads=8).config.heads == 8
+    assert vit_config(load(tmp_path / "ours", heads=8)).heads == 8
     bit = ResNetConfig((32, 32), (1, 1), 32, 3, standardize_eps=1e-8)
     save(build(bit), tmp_path / "bit")
     convert(tmp_path / "bit", tmp_path / "bit.safetensors", "timm")
@@ -130,7 +130,7 @@ def test_heads_that_cannot_be_guessed(tmp_path: Path) -> None:
     write_timm(tmp_path / "theirs.safetensors", dataclasses.replace(VIT, width=100, heads=4))
     with pytest.raises(UserError, match="give heads="):
         load(tmp_path / "theirs.safetensors")
-    assert load(tmp_path / "theirs.safetensors", heads=4).config.heads == 4
+    assert vit_config(load(tmp_path / "theirs.safetensors", heads=4)).heads == 4
 
 
 # ---- head and size
@@ -141,20 +141,20 @@ def test_other_classes_give_a_head_of_zeros(tmp_path: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, "vitlab"):
         model = load(tmp_path / "theirs.safetensors", classes=9)
     assert "head of 5 classes" in caplog.text
-    assert model.head.weight.shape == (9, 64)
-    assert not model.head.weight.any()
-    assert not model.head.bias.any()
+    assert head_of(model).weight.shape == (9, 64)
+    assert not head_of(model).weight.any()
+    assert not head_of(model).bias.any()
     rest = {name: x for name, x in model.state_dict().items() if not name.startswith("head.")}
     assert rest.keys() == tensors.keys() - {"head.weight", "head.bias"}
     assert all(torch.equal(x, tensors[name]) for name, x in rest.items())
-    assert torch.equal(load(tmp_path / "theirs.safetensors", classes=5).head.weight, tensors["head.weight"])
+    assert torch.equal(head_of(load(tmp_path / "theirs.safetensors", classes=5)).weight, tensors["head.weight"])
     assert load(tmp_path / "theirs.safetensors", classes=0).head is None
 
 
 def test_a_new_head_has_no_prelogits_layer(tmp_path: Path) -> None:
     model = randomize(build(dataclasses.replace(VIT, prelogits=20)))
     save(model, tmp_path / "run")
-    assert load(tmp_path / "run", classes=9).config.prelogits == 0  # as the paper fine-tunes
+    assert vit_config(load(tmp_path / "run", classes=9)).prelogits == 0  # as the paper fine-tunes
     x = images(32)
     with torch.no_grad():
         agree(load(tmp_path / "run", classes=0)(x), model.features(x))
@@ -163,12 +163,12 @@ def test_a_new_head_has_no_prelogits_layer(tmp_path: Path) -> None:
 def test_sizes(tmp_path: Path) -> None:
     tensors = write_timm(tmp_path / "theirs.safetensors")
     for mode in ("bilinear", "bicubic"):
-        expected = randomize(build(VIT)).resize((48, 24), mode).positions.table
+        expected = table_of(randomize(build(VIT)).resize((48, 24), mode))
         model = load(tmp_path / "theirs.safetensors", image_size=(48, 24), resample=mode)
-        assert torch.equal(model.positions.table, expected)
+        assert torch.equal(table_of(model), expected)
     with pytest.raises(UserError, match="40 for 33"):
         load(tmp_path / "theirs.safetensors", image_size=33)
-    assert torch.equal(load(tmp_path / "theirs.safetensors", image_size=32).positions.table, tensors["positions.table"])
+    assert torch.equal(table_of(load(tmp_path / "theirs.safetensors", image_size=32)), tensors["positions.table"])
 
 
 def test_grids_that_are_not_square(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_grids_that_are_not_square(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="6 patches, which is no square"):
         load(tmp_path / "theirs.safetensors", image_size=48)
     model = load(tmp_path / "theirs.safetensors", image_size=(16, 24))
-    assert torch.equal(model.positions.table, tensors["positions.table"])
+    assert torch.equal(table_of(model), tensors["positions.table"])
 
 
 def test_half_precision_loads_as_float32(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -195,7 +195,7 @@ def test_wrapped_state_dicts(tmp_path: Path) -> None:
     tensors = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32, embed_dim=64, num_heads=1).state_dict()
     for key in ("state_dict", "model"):
         torch.save({key: tensors, "epoch": 3}, tmp_path / f"{key}.pth")
-        assert torch.equal(load(tmp_path / f"{key}.pth").head.weight, tensors["head.weight"])
+        assert torch.equal(head_of(load(tmp_path / f"{key}.pth")).weight, tensors["head.weight"])
 
 
 # ---- the hub

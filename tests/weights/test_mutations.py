@@ -36,7 +36,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.save(tensors, folder / "new.pth")
     torch.save({"state_dict": tensors}, folder / "old.pth", _use_new_zipfile_serialization=False)
     drawn = authors.vit(8, 2, 32, 40, 2, 1, 3)
-    arrays = {key: array.astype("f4") for key, array in drawn.w.items()}
+    arrays: dict[str, Any] = {key: array.astype("f4") for key, array in drawn.w.items()}
     np.savez(folder / "theirs.npz", **arrays)
     np.savez_compressed(folder / "packed.npz", **arrays)
     config = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=40)

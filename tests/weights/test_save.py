@@ -9,12 +9,13 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peers import images, randomize
+from peers import head_of, images, randomize
 
 import vitlab
 from vitlab.errors import UserError
@@ -50,7 +51,8 @@ def test_everything_is_restored(name: str, dtype: torch.dtype, tmp_path: Path) -
     assert torch.equal(back(x), model(x))
     bare = load(tmp_path / "run" / "model.safetensors")  # the header has the config too
     assert torch.equal(bare(x), model(x))
-    larger = tuple(2 * side for side in model.config.image_size)
+    height, width = model.config.image_size
+    larger = (2 * height, 2 * width)
     assert torch.equal(
         load(tmp_path / "run", image_size=larger)(images(larger, dtype)), model.resize(larger)(images(larger, dtype))
     )
@@ -63,7 +65,8 @@ def test_the_card_is_saved_with_the_weights(tmp_path: Path) -> None:
     assert model.card.preprocess == preprocess
     assert model.card.labels == ("ä", "b", "c")
     twin = copy.deepcopy(model)
-    assert twin.card == model.card == torch.compile(model).card
+    compiled: Any = torch.compile(model)
+    assert twin.card == model.card == compiled.card
     save(twin, tmp_path / "two")
     assert load(tmp_path / "two").card.labels == ("ä", "b", "c")
     fresh = load(tmp_path / "two", classes=7)
@@ -93,7 +96,7 @@ def test_a_run_folder_is_saved_into(tmp_path: Path) -> None:
     (run / "log.jsonl").write_text("{}\n")
     for bias in (1.0, 2.0):
         save(marked(bias), run)
-        assert load(run).head.bias[0] == bias
+        assert head_of(load(run)).bias[0] == bias
     assert (run / "log.jsonl").read_text() == "{}\n"
     assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "config.json", "log.jsonl", "model.safetensors"]
 
@@ -134,7 +137,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def marked(bias: float) -> Any:
     model = randomize(build(VIT))
-    torch.nn.init.constant_(model.head.bias, bias)
+    torch.nn.init.constant_(head_of(model).bias, bias)
     return model
 
 
@@ -161,20 +164,20 @@ def test_every_moment_of_a_save(
     run.mkdir()
     if weights:
         shutil.copy(tmp_path / weights / "model.safetensors", run)
-    for name, place in ((config, "config.json"), (waiting, "config.next.json")):
-        if name:
-            shutil.copy(tmp_path / name / "config.json", run / place)
+    for made_by, place in ((config, "config.json"), (waiting, "config.next.json")):
+        if made_by:
+            shutil.copy(tmp_path / made_by / "config.json", run / place)
     if loads is None:
         with pytest.raises(UserError, match=r"sha256|no model\.safetensors"):
             load(run)
     else:
-        assert load(run).head.bias[0] == bias[loads]
+        assert head_of(load(run)).bias[0] == bias[loads]
     save(marked(3.0), run)  # and the next save repairs it
-    assert load(run).head.bias[0] == 3
+    assert head_of(load(run)).bias[0] == 3
     assert sorted(p.name for p in run.iterdir()) == ["config.json", "model.safetensors"]
 
 
-def run_and_kill(work: Callable[[], None], seconds: float) -> None:
+def run_and_kill(work: Callable[[], object], seconds: float) -> None:
     """Run in a process of its own, and kill that with SIGKILL after so many seconds."""
     child = os.fork()
     if not child:
@@ -218,7 +221,7 @@ def test_kill_while_converting(to: str, tmp_path: Path) -> None:
     rng, done = random.Random(0), 0
     for i in range(60):
         target = tmp_path / f"{to}-{i}"
-        run_and_kill(lambda target=target: convert(tmp_path / "ours", target, to), rng.uniform(0, 0.08))
+        run_and_kill(partial(convert, tmp_path / "ours", target, to), rng.uniform(0, 0.08))
         if target.exists():  # then it is complete
             done += 1
             assert all(torch.equal(x, model.state_dict()[name]) for name, x in load(target).state_dict().items())

@@ -20,7 +20,9 @@ class PooledConnection(Protocol):
     """What the pool needs of a connection."""
 
     address: str
-    idle_since: float | None  # since when the server waits for its client; None while it works for it
+
+    @property
+    def idle_since(self) -> float | None: ...  # since when the server waits for its client; None while it works for it
 
     def abort(self) -> None: ...
 
