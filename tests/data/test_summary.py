@@ -21,7 +21,7 @@ def test_summary(tmp_path: Path, workers: int) -> None:
     (tmp_path / "train" / "many" / "broken.jpg").write_bytes(b"no")
     data = open_data(str(tmp_path))
     found = summarize(data, workers)
-    assert found.classes == ("few", "many")
+    assert found.data.classes == ("few", "many")
     assert found.splits["train"].counts.tolist() == [4, 31]
     assert found.splits["train"].sizes.max(0).tolist() == [33, 77]
     assert [Path(name).name for _, name, _ in found.splits["train"].broken] == ["broken.jpg"]
