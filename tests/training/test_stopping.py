@@ -108,7 +108,7 @@ def test_while_a_report_is_written(
 def test_while_a_run_writes_its_report(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    send_signal_in(monkeypatch, make, "evaluate_test", number, 1)
+    send_signal_in(monkeypatch, make, "evaluate", number, 1)
     small = ["depth=1", "width=16", "heads=2", "mlp=16", "steps=2", "warmup=0", "batch=8"]
     code, _, printed = command("train", "digits", *small, "--out", str(tmp_path / "run"))
     assert code == 128 + number
