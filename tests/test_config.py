@@ -1,4 +1,4 @@
-"""Configs: JSON there and back, typed settings, and what is said of mistakes."""
+"""Configs: JSON there and back, typed settings, and the errors for wrong ones."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ CONFIGS: list[ViTConfig | ResNetConfig | StemConfig | Preprocess] = [
 
 
 def refused(call: Any, *words: str) -> str:
-    """The sentence of the error, which has all these words and is one line."""
+    """The message of the error, which has all these words and is one line."""
     with pytest.raises(UserError) as caught:
         call()
     text = str(caught.value)

@@ -79,7 +79,7 @@ def describe_recipe(recipe: Recipe, images: int) -> str:
 
 
 def describe_augment(augment: Augment) -> str:
-    """The augmentation in one sentence."""
+    """The augmentation as text."""
     if augment.crop == "inception":
         low, high = (round(100 * side) for side in augment.area)
         done = [f"cropped to {low} to {high} % of their area"]
