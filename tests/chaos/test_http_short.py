@@ -25,6 +25,7 @@ def live() -> Any:
     return shared_server()
 
 
+@pytest.mark.slow
 def test_a_thousand_requests(live: Any) -> None:
     def attempt() -> Row:
         row = http_fuzz.run(0.01, running=live)
@@ -35,6 +36,7 @@ def test_a_thousand_requests(live: Any) -> None:
     measure_until(lambda row: not row.failures, attempt)
 
 
+@pytest.mark.slow
 def test_two_seconds_of_soak(live: Any) -> None:
     row = soak.run(0.0, running=live)
     assert row.failures == [], row

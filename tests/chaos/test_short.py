@@ -69,6 +69,7 @@ def test_guided_by_coverage(tmp_path: Path) -> None:
 # ---- runs
 
 
+@pytest.mark.slow
 def test_killed_and_starved(tmp_path: Path) -> None:
     """Eight kills, five full disks and two small file systems, by the command."""
     done = python("chaos", "--scale", "0.02", "--only", "kills,disk", "--out", str(tmp_path), "--no-page")

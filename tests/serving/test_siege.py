@@ -52,6 +52,7 @@ def report(load: Load, checks: list[float]) -> str:
     )
 
 
+@pytest.mark.slow
 def test_a_short_siege(live: Running) -> None:
     def slowest_check() -> float:
         load, checks = measure(live, 8, 3.0, {"silent": 60, "slow": 40, "tiny": 4, "dribble": 20})
