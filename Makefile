@@ -17,7 +17,7 @@ demo: $(READY)
 	$(BIN)/vitlab demo
 
 test: lint
-	$(BIN)/pytest -m "not slow" -n auto --maxprocesses 4 --dist loadfile # a file's runs and servers are made once
+	$(BIN)/pytest -m "not slow" -n auto --dist loadfile # a file's runs and servers are made once
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow -n 2 --dist worksteal $(TIMELESS)

@@ -50,6 +50,17 @@ def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, since many tests wait; each takes about a gigabyte."""
+    return min(1 + (os.cpu_count() or 1), 5)
+
+
+def pytest_sessionfinish() -> None:
+    """Servers that several files share end with the session: pytest-xdist's workers run no exit handlers."""
+    if "servers" in sys.modules:
+        sys.modules["servers"].SHARED.close()
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
     """Each test starts alike. On a CPU without bf16, the first product in bf16 makes torch leave oneDNN for good."""

@@ -37,7 +37,11 @@ def cost_of(name: str) -> Cost:
     return cost(lambda: create(name))
 
 
-@pytest.mark.parametrize(("name", "epochs"), PAPER)
+QUICK = {("B/32", 7), ("L/16", 7), ("R50+B/32", 7), ("R50x1", 7)}
+ROWS = [row if row in QUICK else pytest.param(*row, marks=pytest.mark.slow) for row in PAPER]
+
+
+@pytest.mark.parametrize(("name", "epochs"), ROWS)
 def test_exaflops_of_the_paper(name: str, epochs: int) -> None:
     tolerance = 0.045 if "x" in name else 0.025
     assert cost_of(name).run_flops(303e6, epochs) / 1e18 == pytest.approx(PAPER[name, epochs], rel=tolerance)

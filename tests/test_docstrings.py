@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import inspect
+import pydoc
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,12 @@ def test_help_describes_arguments_results_and_errors(name: str) -> None:
     text = inspect.getdoc(public(name)) or ""
     for section in DESCRIBED[name]:
         assert section in text
+
+
+def test_the_api_page_names_what_exists() -> None:
+    """The site's build reports the same, minutes later."""
+    page = Path(vitlab.__file__).parents[1] / "docs" / "api.md"
+    names = [line.removeprefix("::: ") for line in page.read_text("utf-8").splitlines() if line.startswith("::: ")]
+    assert len(names) > 10
+    for name in names:
+        assert pydoc.locate(name) is not None, name

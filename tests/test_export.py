@@ -267,6 +267,7 @@ def test_a_file_beyond_the_limit_is_not_written(
 # ---- torch.export
 
 
+@pytest.mark.slow
 def test_torch_export(run: str, tmp_path: Path) -> None:
     result = export(run, tmp_path / "x.pt2", dynamic_size=True)
     assert max(entry.difference for entry in result.comparisons) <= 1e-4

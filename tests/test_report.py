@@ -314,6 +314,7 @@ def test_descriptions() -> None:
 # ---- errors
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_same_report_again(run: Path) -> None:
     before = (run / "report.html").read_text()
     (run / "report.html").unlink()

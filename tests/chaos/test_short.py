@@ -45,6 +45,7 @@ def shaken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_readers_refuse_or_accept(name: str, shaken: tuple[Path, str]) -> None:
     folder, printed = shaken

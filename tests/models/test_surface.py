@@ -39,6 +39,10 @@ CONFIGS: dict[str, ModelConfig] = {
     "BiT": ResNetConfig(SMALL, (1, 1), width=32, classes=5),
 }
 each = pytest.mark.parametrize("name", CONFIGS)
+# tracing takes seconds for each: the plain model in every run of the tests, the others in the slow ones
+each_traced = pytest.mark.parametrize(
+    "name", [name if name == "plain" else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+)
 Fill = Callable[..., Any]
 
 
@@ -95,7 +99,7 @@ def test_no_head(name: str, randomize: Fill) -> None:
     torch.testing.assert_close(model(images), model.features(images), rtol=0, atol=0)
 
 
-@each
+@each_traced
 def test_compile(name: str, randomize: Fill) -> None:
     """One graph, the same numbers, the same gradients."""
     torch._dynamo.reset()
@@ -109,6 +113,7 @@ def test_compile(name: str, randomize: Fill) -> None:
         assert (theirs.grad - ours.grad).norm() <= 1e-3 * ours.grad.norm() + 1e-4
 
 
+@pytest.mark.slow
 def test_compile_with_dropout(randomize: Fill) -> None:
     """Chance and all in one graph, forwards and backwards."""
     torch._dynamo.reset()
@@ -121,6 +126,7 @@ def test_compile_with_dropout(randomize: Fill) -> None:
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_compile_then_resize(randomize: Fill) -> None:
     torch._dynamo.reset()
     model = randomize(vitlab.build(small(positions="relative", depth=1))).eval()
@@ -144,7 +150,7 @@ def test_inductor(randomize: Fill) -> None:
         torch.testing.assert_close(compiled(images), model(images), rtol=1e-4, atol=1e-4)
 
 
-@each
+@each_traced
 def test_export(name: str, randomize: Fill) -> None:
     """With any number of images."""
     model = randomize(vitlab.build(CONFIGS[name])).eval()

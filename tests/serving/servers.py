@@ -1,6 +1,5 @@
 """For the tests of serving: small models, pictures as files, and the real server in a process of its own."""
 
-import atexit
 import io
 import json
 import re
@@ -96,12 +95,13 @@ def small_server(*options: str) -> Iterator[Running]:
         yield live
 
 
+SHARED = ExitStack()  # closed at the end of the session
+
+
 @cache
 def shared_server(*options: str) -> Running:
     """One server for all tests of this process that need these options; starting it takes seconds."""
-    stack = ExitStack()
-    atexit.register(stack.close)
-    return stack.enter_context(small_server(*options))
+    return SHARED.enter_context(small_server(*options))
 
 
 def answer(wire: socket.socket) -> tuple[int, dict[str, object]]:

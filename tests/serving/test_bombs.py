@@ -23,6 +23,7 @@ from timing import assert_below, measure_until, seconds
 SHORT = bombs.scans(64, 600)  # more scans than any photo has
 LONG = bombs.scans(5000, 490)  # as many as are allowed, over 25 megapixels: some ten seconds of work
 SECONDS = 12.0
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,6 @@ def test_work_ends_when_its_client_leaves(live: Running) -> None:
     assert_below(0.3, attempt)
 
 
-@pytest.mark.slow
 def test_a_picture_over_its_time_limit_is_refused(live: Running) -> None:
     def attempt() -> tuple[float, float]:
         """Seconds until the good client is answered, and until the last bad one is."""
@@ -101,7 +101,6 @@ def test_a_picture_over_its_time_limit_is_refused(live: Running) -> None:
     measure_until(lambda took: took[0] < 3 and took[1] < 35, attempt)
 
 
-@pytest.mark.slow
 def test_stopping_does_not_wait_for_bombs(tmp_path: Path) -> None:
     run = save(tmp_path / "small")
 
@@ -140,7 +139,6 @@ def send_forever(port: int, seconds: float) -> None:
     print(*statuses, flush=True)
 
 
-@pytest.mark.slow
 def test_eight_scan_bomb_senders_and_sixty_four_clients(tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 

@@ -14,6 +14,7 @@ from timing import assert_below, measure_until, seconds
 
 MEGABYTE = 1_000_000
 PNG = encoded(photo())
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,6 @@ def test_a_line_of_pixels_is_not_blown_up(live: Running) -> None:
     assert peak(live) - before < 100 * MEGABYTE
 
 
-@pytest.mark.slow
 def test_the_largest_pictures_are_decoded_one_at_a_time(live: Running) -> None:
     """49 megapixels with transparency need some 750 MB; four of them together need no more, and others do not wait."""
     before, data = peak(live), bomb(7_000, 4)

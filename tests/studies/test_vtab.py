@@ -260,6 +260,7 @@ class Interrupting(Console):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_a_stopped_study_resumes(weights: str, root: Path, tmp_path: Path) -> None:
     study(weights, root, tmp_path / "once", steps=12, keep=True)
     with pytest.raises(Stopped, match=r"kitti: stopped at step \d+ of 12.*the same command resumes"):
@@ -293,6 +294,7 @@ def test_another_recipe_or_model_needs_another_folder(weights: str, root: Path, 
         study(weights, root, out, tasks=choose("kitti"), steps=2)
 
 
+@pytest.mark.slow
 def test_tuning_takes_the_best_on_the_images_set_aside(weights: str, root: Path, tmp_path: Path) -> None:
     found = study(weights, root, tmp_path / "out", tasks=choose("patch_camelyon"), steps=40, rates=(1e-6, 0.1))
     result = found.results["patch_camelyon"]

@@ -40,15 +40,23 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def slow_hybrids(cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """The cases, those with several ResNet stages among the slow tests: they take seconds each."""
+    return [
+        pytest.param(*case, marks=pytest.mark.slow) if "_r26_" in case[0] or "_r50_" in case[0] else case
+        for case in cases
+    ]
+
+
 def peer(name: str, **args: Any) -> Any:
     return empty(lambda: timm.create_model(name, **args))
 
 
-TYPES = [torch.float32, torch.float64]
+TYPES = [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("name", "args"), CASES)
+@pytest.mark.parametrize(("name", "args"), slow_hybrids(CASES))
 def test_load_theirs(name: str, args: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
     theirs = randomize(peer(name, **args), dtype)
     save_file(theirs.state_dict(), tmp_path / "theirs.safetensors")
@@ -58,7 +66,7 @@ def test_load_theirs(name: str, args: dict[str, Any], dtype: torch.dtype, tmp_pa
         agree(ours(x), theirs(x))
 
 
-@pytest.mark.parametrize(("name", "args"), CASES[4:])
+@pytest.mark.parametrize(("name", "args"), slow_hybrids(CASES[4:]))
 def test_round_trip_is_bit_identical(name: str, args: dict[str, Any], tmp_path: Path) -> None:
     theirs = randomize(peer(name, **args)).state_dict()
     torch.save(theirs, tmp_path / "theirs.pth")
@@ -72,23 +80,26 @@ def test_round_trip_is_bit_identical(name: str, args: dict[str, Any], tmp_path: 
 
 VIT = ViTConfig(image_size=(48, 32), patch=8, depth=2, width=96, mlp=200, heads=3, classes=7)
 STEM = StemConfig((2, 2, 2, 2), standardize="variance", standardize_eps=1e-8, norm_eps=1e-5)
-OURS = {
+OURS: dict[str, Any] = {
     "odd size": VIT,
     "no head": dataclasses.replace(VIT, classes=0),
     "tanh": dataclasses.replace(VIT, gelu="tanh", heads=8),
     "mean": dataclasses.replace(VIT, pool="mean"),
     "attention": dataclasses.replace(VIT, pool="attention"),
     "no positions": dataclasses.replace(VIT, positions="none"),
-    "stem": dataclasses.replace(VIT, stem=STEM, patch=1, image_size=(64, 96)),
     "root": dataclasses.replace(VIT, stem=dataclasses.replace(STEM, stages=()), patch=4),
+}
+LARGE: dict[str, Any] = {
+    "stem": dataclasses.replace(VIT, stem=STEM, patch=1, image_size=(64, 96)),
     "bit": ResNetConfig((64, 64), (3, 4, 6, 3), classes=7, standardize_eps=1e-8),
 }
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("config", OURS.values(), ids=OURS.keys())
-def test_write_ours(config: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*OURS, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
+def test_write_ours(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """timm builds a folder that we wrote without further arguments, and we read it back unchanged."""
+    config = (OURS | LARGE)[name]
     ours = randomize(build(config), dtype)
     save(ours, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "timm", "timm")
