@@ -509,6 +509,7 @@ def test_processes_do_not_share_streams(
     assert message in err
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_complete_lines(run: str, photos: Path, tmp_path: Path) -> None:
     many = tmp_path / "many"
     many.mkdir()
@@ -529,6 +530,7 @@ def test_ctrl_c_leaves_complete_lines(run: str, photos: Path, tmp_path: Path) ->
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_error(run: str, photos: Path) -> None:
     command = f"'{VITLAB}' predict '{run}' '{photos}' --batch 1 | head -n 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)

@@ -120,6 +120,7 @@ def test_a_png_of_a_million_chunks() -> None:
     assert_below(2, lambda: seconds(attempt))
 
 
+@pytest.mark.slow
 def test_time_is_limited_and_the_next_picture_is_read() -> None:
     box, good = Sandbox(Budget(cpu=1, wall=15)), encoded(picture(3))
     with pytest.raises(DecodeError, match=r"more than 1 s of a core|longer than 15 s"):

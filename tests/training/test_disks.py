@@ -53,6 +53,7 @@ def test_starting_on_a_read_only_disk(disk: Path) -> None:
         train_small(disk / "run")
 
 
+@pytest.mark.slow
 def test_a_report_on_a_read_only_disk(disk: Path) -> None:
     train_small(disk / "run", steps=4)
     freeze(disk)

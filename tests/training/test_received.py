@@ -163,6 +163,7 @@ def test_a_home_that_cannot_be_written_is_a_warning(
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_the_report_of_a_run_uses_the_data_that_is_open(tmp_path: Path) -> None:
     """Even piped: the command line named it a moment ago."""
     result = train_small(tmp_path / "run", steps=4)

@@ -49,6 +49,7 @@ def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             yield
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
     for i, step in enumerate((2, 4, 9, 10, 19)):  # before the first checkpoint, after one, between two, at the end

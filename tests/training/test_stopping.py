@@ -104,6 +104,7 @@ def test_while_a_report_is_written(
     assert sorted(run.iterdir()) == before
 
 
+@pytest.mark.slow
 @BOTH
 def test_while_a_run_writes_its_report(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch, number: int

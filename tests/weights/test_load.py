@@ -261,6 +261,7 @@ def test_without_network_the_message_has_the_fix(cache: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_hub_is_set_up_by_its_environment_variables(tmp_path: Path) -> None:
     """In a new process, where the library reads them."""
     code = "import vitlab\ntry: vitlab.load('some/one')\nexcept vitlab.UserError as error: print(error)"
