@@ -1,10 +1,13 @@
 """The small run that is killed, starved and resumed, and what it must equal in the end."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
+import signal
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -31,9 +34,8 @@ def once(out: Path, *, resume: bool, fault: Fault | None = None) -> Ended:
 def profile(folder: Path) -> Counter[str]:
     """How often an uninterrupted run reaches every point; the run stays in `folder/reference`."""
     out, counts = folder / "reference", folder / "counts.json"
-    train(
-        RECIPE, folder / "warm", console=Console(quiet=True)
-    )  # here, so that no copy has to import or set up anything
+    with interrupts_later():  # in this process, so that no copy has to import or set up anything
+        train(RECIPE, folder / "warm", console=Console(quiet=True))
 
     def work() -> None:
         armed = arm(out, None)
@@ -44,6 +46,16 @@ def profile(folder: Path) -> Counter[str]:
     if ended.code:
         raise RuntimeError(f"the uninterrupted run fails: {ended}")
     return Counter(json.loads(counts.read_text()))
+
+
+@contextlib.contextmanager
+def interrupts_later() -> Iterator[None]:
+    """Keep a Ctrl-C until the end: it is for the chaos run, and training here would take it as its own."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def difference(reference: Path, out: Path) -> str | None:
