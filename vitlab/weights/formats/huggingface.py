@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vitlab.errors import UserError
+from vitlab.files import save_tensors
 from vitlab.models.card import Card
 from vitlab.models.config import Gelu, Interpolation, ModelConfig, Preprocess, Size, ViTConfig, as_size
 from vitlab.settings import from_json
@@ -148,7 +148,7 @@ def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: 
     if c.classes and c.prelogits:
         raise cannot_express(NAME, "a pre-logits layer under a head")
     theirs = from_vitlab(expand(table("vit." if c.classes else ""), c), tensors)
-    save_file(theirs, path / "model.safetensors", {"format": "pt"})
+    save_tensors(theirs, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(describe_model(c, card), indent=2))
     (path / "preprocessor_config.json").write_text(json.dumps(describe_preprocess(c, card.preprocess), indent=2))
 

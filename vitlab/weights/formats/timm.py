@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vitlab.errors import UserError
+from vitlab.files import save_tensors
 from vitlab.models.card import Card
 from vitlab.models.config import Fit, Gelu, ModelConfig, Pool, Preprocess, ResNetConfig, Size, ViTConfig, as_size
 from vitlab.settings import from_json
@@ -245,7 +245,7 @@ def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: 
     else:
         table = vit_table(config.stem.stages if config.stem else None)
     theirs = from_vitlab(expand(table, config), tensors)
-    save_file(theirs, path / "model.safetensors" if folder else path, {"format": "pt"})
+    save_tensors(theirs, path / "model.safetensors" if folder else path, {"format": "pt"})
     if folder:
         (path / "config.json").write_text(json.dumps(description, indent=2))
 

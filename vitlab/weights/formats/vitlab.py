@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vitlab.errors import UserError
-from vitlab.files import fsync, largest_number, parse_json, read_json, sha256
+from vitlab.files import fsync, largest_number, parse_json, read_json, save_tensors, sha256
 from vitlab.models.card import Card
 from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig, Size, StemConfig, ViTConfig
 from vitlab.models.meta import meta_model
@@ -78,7 +77,7 @@ def check_folder(path: Path) -> None:
 def write_weights(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path) -> str:
     # one entry: several have no fixed order, and the same model must give the same bytes
     metadata = {FORMAT: json.dumps(model_json(config))}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
     return sha256(path)
 
 
