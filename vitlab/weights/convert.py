@@ -1,6 +1,8 @@
 """`vitlab convert`: a checkpoint of any format written in another one, tensor for tensor, in the precision it has."""
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,9 @@ from vitlab.files import atomic_path
 from vitlab.models.config import Size, as_size
 from vitlab.settings import from_json, takes
 from vitlab.text import listed
+from vitlab.weights.formats import google
 from vitlab.weights.formats.base import FormatDefaults
+from vitlab.weights.formats.google_names import STYLES
 from vitlab.weights.load import FORMATS, check_format, read_checkpoint
 
 
@@ -21,6 +25,7 @@ def convert(
     *,
     format: str | None = None,
     image_size: int | Size | None = None,
+    names: str | None = None,
     **settings: Any,
 ) -> None:
     """Write a checkpoint in another format, tensor for tensor, in the precision it has.
@@ -31,6 +36,7 @@ def convert(
         to: vitlab, huggingface, timm, torchvision or google.
         format: the source's format, where it fits two.
         image_size: the source's, where neither the file nor its positions determine it.
+        names: of a google file's tensors: published, linen (the authors' current code) or big_vision.
         settings: what the source does not state, listed below.
 
     Raises:
@@ -44,6 +50,7 @@ def convert(
     True
     """
     check_format(to)
+    write = pick_writer(to, names)
     path, suffixes = Path(target), [suffix for suffix in FORMATS[to].SUFFIXES if suffix]
     folder = path.suffix not in suffixes
     if folder and "" not in FORMATS[to].SUFFIXES:
@@ -55,4 +62,15 @@ def convert(
     if size not in (None, checkpoint.config.image_size):
         raise UserError(f"convert does not resample positions; load {source} with image_size={size} and save that")
     with atomic_path(path, folder) as new:
-        FORMATS[to].write(checkpoint.config, checkpoint.tensors, checkpoint.card, new)
+        write(checkpoint.config, checkpoint.tensors, checkpoint.card, new)
+
+
+def pick_writer(to: str, names: str | None) -> Callable[..., None]:
+    """A format's writer; `names` is a style of the authors' names, the only ones that exist in several."""
+    if names is None:
+        return FORMATS[to].write
+    if to != google.NAME:
+        raise UserError(f"names= is for the google format; {to} files have names of one style")
+    if names not in STYLES:
+        raise UserError(f"there are no names '{names}' of google files; there are {listed(STYLES)}")
+    return functools.partial(google.write, names=names)

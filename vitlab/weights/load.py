@@ -98,7 +98,7 @@ def read_checkpoint(
 def parse_checkpoint(raw: RawCheckpoint, format: str, given: FormatDefaults, image_size: Size | None) -> Checkpoint:
     try:
         parsed = FORMATS[format].read(raw, given, image_size)
-        tensors = to_vitlab(parsed.table, meta_model(parsed.config).state_dict(), raw.tensors)
+        tensors = to_vitlab(parsed.table, meta_model(parsed.config).state_dict(), parsed.tensors)
     except UserError as error:
         is_named = raw.name in str(error) or str(raw.tensors.path) in str(error)
         raise error if is_named else UserError(f"{raw.name}: {error}") from None

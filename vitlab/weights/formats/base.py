@@ -63,6 +63,7 @@ class ParsedCheckpoint:
     card: Card
     defaulted: tuple[str, ...]  # names of the settings that are the format's default
     table: list[Row]
+    tensors: TensorFile  # those that the table is for: a file may hold more, or have other names for them
 
 
 class Format(Protocol):

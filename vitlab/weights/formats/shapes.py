@@ -73,7 +73,7 @@ def read_vit(
     config = dataclasses.replace(config, image_size=size)
     defaulted = FormatDefaults(heads=config.heads).over(default).missing_in(known)
     card = Card(not_none(settings.preprocess), find_labels(source, labels, config.classes))
-    return ParsedCheckpoint(config, card, defaulted, rows)
+    return ParsedCheckpoint(config, card, defaulted, rows, source.tensors)
 
 
 def read_resnet(
@@ -94,18 +94,19 @@ def read_resnet(
     config = ResNetConfig(image_size or IMAGE_SIZE, stages, width, classes, *convolution_settings(settings))
     defaulted = default.missing_in(known) + (() if image_size else ("image_size",))
     card = Card(not_none(settings.preprocess), find_labels(source, labels, classes))
-    return ParsedCheckpoint(config, card, defaulted, expand(table, config))
+    return ParsedCheckpoint(config, card, defaulted, expand(table, config), source.tensors)
 
 
 def find_row(table: Sequence[Row], ours: str) -> Row:
-    return next(r for r in table if r.ours == (ours,))
+    return next(r for r in table if ours in r.ours)
 
 
 def find_shape(source: RawCheckpoint, table: Sequence[Row], ours: str, rank: int) -> Shape:
-    """The shape that our tensor gets from the file, whose own tensor must have `rank` axes; of blocks, the first."""
+    """The shape that our tensor gets from the file, whose own tensors must have `rank` axes; of blocks, the first."""
     r = find_row(table, ours)
-    shape = stored_shape(source, r.theirs[0].replace("#", "0"), rank)
-    return tuple(r.transform.to_vitlab([torch.empty(shape, device="meta")])[0].shape)
+    shapes = [stored_shape(source, name.replace("#", "0"), rank) for name in r.theirs]
+    made = r.transform.to_vitlab([torch.empty(shape, device="meta") for shape in shapes])
+    return tuple(made[r.ours.index(ours)].shape)
 
 
 def find_outputs(source: RawCheckpoint, table: Sequence[Row], ours: str, rank: int) -> int:

@@ -134,7 +134,8 @@ def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) 
     card = dataclasses.replace(card, preprocess=given.preprocess or card.preprocess)
     defaulted = () if source.config or given.preprocess else ("preprocess",)
     config = apply_settings(config, given)
-    return ParsedCheckpoint(config, card, defaulted, [row(name, name) for name in meta_model(config).state_dict()])
+    table = [row(name, name) for name in meta_model(config).state_dict()]
+    return ParsedCheckpoint(config, card, defaulted, table, source.tensors)
 
 
 def model_config(data: Mapping[str, Any], tensors: int) -> ModelConfig:
