@@ -15,6 +15,7 @@ from vitlab.errors import UserError
 from vitlab.models.config import ResNetConfig, StemConfig, ViTConfig
 from vitlab.models.variants import build
 from vitlab.weights import convert, load, save
+from vitlab.weights.beside import beside_path
 
 VIT = ViTConfig((16, 16), patch=8, depth=1, width=32, mlp=40, heads=2, classes=3)
 TIMM_STEM = StemConfig((1, 1), 32, "variance", 1e-8, 1e-5)
@@ -118,6 +119,7 @@ def test_the_command(
     ours, bare, back = (str(tmp_path / name) for name in ("ours", "x.safetensors", "back"))
     save(build(VIT), ours)
     convert(ours, bare, "timm")
+    beside_path(Path(bare)).unlink()  # a file as others write it
     with caplog.at_level(logging.INFO, "vitlab"):
         code, _, err = command("convert", bare, back, "--to", "huggingface", "norm_eps=1e-5", "heads=4")
     assert code == 0, err

@@ -105,7 +105,7 @@ def test_other_trees_of_big_vision_are_ignored(tmp_path: Path) -> None:
     np.savez(tmp_path / "theirs.npz", **drawn, **state)
     with torch.no_grad():
         agree(load(tmp_path / "theirs.npz")(images(32, torch.float64)), forward(drawn, images(32, torch.float64)))
-    np.savez(tmp_path / "more.npz", **drawn, **{"params/extra/scale": np.ones(3)})
+    np.savez(tmp_path / "more.npz", **(drawn | {"params/extra/scale": np.ones(3)}))
     with pytest.raises(UserError, match="params/extra/scale' does not belong"):
         load(tmp_path / "more.npz")
     old = {name.replace("params/", "opt/target/"): x for name, x in drawn.items()}
@@ -143,14 +143,14 @@ def test_sinusoids_are_for_the_size_that_is_asked_for(
 
 def test_damaged_files_of_every_style_are_refused(tmp_path: Path) -> None:
     for name, (drawn, size) in FILES.items():
-        for part, change in (("bias", lambda x: x[..., :-1]), ("kernel", lambda x: x[..., None])):
-            key = next(key for key in drawn.w if key.endswith(part))
-            np.savez(tmp_path / "bad.npz", **{**drawn.w, key: change(drawn.w[key])})
+        for part in ("bias", "kernel"):
+            key, array = next((key, array) for key, array in drawn.w.items() if key.endswith(part))
+            np.savez(tmp_path / "bad.npz", **{**drawn.w, key: array[..., :-1] if part == "bias" else array[..., None]})
             with pytest.raises(UserError, match=r"bad\.npz"):
                 load(tmp_path / "bad.npz", image_size=size if "sincos" in name else None)
     twice = FILES["BiT, numbered"][0].w
     key = next(key for key in twice if "group_norm_" in key)
-    np.savez(tmp_path / "twice.npz", **twice, **{key.replace("group_norm_", "group_norm_9"): twice[key]})
+    np.savez(tmp_path / "twice.npz", **(twice | {key.replace("group_norm_", "group_norm_9"): twice[key]}))
     with pytest.raises(UserError, match="does not belong"):
         load(tmp_path / "twice.npz")
 

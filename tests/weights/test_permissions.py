@@ -30,8 +30,7 @@ def test_every_writer_follows_the_umask(umask: int, tmp_path: Path) -> None:
     save(model, tmp_path / "ours")
     save(model, tmp_path / "ours")  # and over itself
     for name, to in TARGETS.items():
-        gelu = {"gelu": "tanh"} if to == "google" else {}
-        convert(tmp_path / "ours", tmp_path / "out" / name, to, **gelu)
+        convert(tmp_path / "ours", tmp_path / "out" / name, to, gelu="tanh" if to == "google" else None)
     meta = CheckpointMeta(step=1, log_bytes=10, micro=4, best=0.5)
     write_checkpoint(tmp_path / "run" / "last", {"model/x": torch.ones(2)}, meta)
     found = [path for folder in ("ours", "out", "run") for path in (tmp_path / folder).rglob("*")]

@@ -219,6 +219,10 @@ def bit_table(stages: Sequence[int]) -> list[Row]:
 # ---- writing
 
 
+def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
+    return False
+
+
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path, names: str = "published") -> None:
     check_expressible(config, names)
     if isinstance(config, ResNetConfig):

@@ -10,7 +10,7 @@ import torch
 
 from vitlab.errors import UserError
 from vitlab.models.card import Card
-from vitlab.models.config import Pool, PositionKind, ResNetConfig, Size, Standardize, StemConfig, ViTConfig
+from vitlab.models.config import Pool, PositionKind, ResNetConfig, Size, Standardize, StemConfig, ViTConfig, as_size
 from vitlab.models.variants import SIZES
 from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
 from vitlab.weights.formats.table import Row, check_names, expand
@@ -36,9 +36,10 @@ def read_vit(
 ) -> ParsedCheckpoint:
     """A ViT by the shapes of its tensors, its format's table (with `#` for a block's number) and the settings.
 
-    `image_size` is the caller's, `config_size` that of the config beside the weights; `stem` has the stages and the
+    `image_size` is the caller's, `config_size` that of the config with the weights; `stem` has the stages and the
     width of a hybrid's ResNet. A UserError names what is missing or does not agree.
     """
+    config_size = config_size or beside_size(source)
     settings = known.over(default)
     width, _, *patch = find_shape(source, table, "embed.weight", 4)
     if patch[0] != patch[1]:
@@ -89,6 +90,7 @@ def read_resnet(
     for name in ("heads", "gelu", "norm_eps"):
         if getattr(known, name) is not None:
             raise UserError(f"{source.name} is a ResNet and has no {name}; its norms have group_eps")
+    image_size = beside_size(source) or image_size
     settings = known.over(default)
     width, classes = find_shape(source, table, "root.weight", 4)[0], find_outputs(source, table, "head.weight", 4)
     config = ResNetConfig(image_size or IMAGE_SIZE, stages, width, classes, *convolution_settings(settings))
@@ -165,6 +167,10 @@ def find_size(
         f"{source.name} has positions for {patches} patches, which is no square; give image_size=(height, width) with "
         f"that many patches of {stride} pixels"
     )
+
+
+def beside_size(source: RawCheckpoint) -> Size | None:
+    return as_size(source.beside["image_size"]) if "image_size" in source.beside else None
 
 
 def default_heads(source: RawCheckpoint, width: int) -> int:

@@ -44,6 +44,10 @@ def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) 
     return read_vit(source, TABLE, given, DEFAULT, image_size)
 
 
+def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
+    return False
+
+
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
     c = check_vit(config, NAME, square=True)
     if not c.classes:

@@ -25,6 +25,7 @@ from vitlab.weights.formats.table import row
 
 NAME = "vitlab"
 SUFFIXES = ("",)
+PREPROCESS = Preprocess()
 FORMAT = "vitlab/1"
 WEIGHTS, CONFIG, NEXT = "model.safetensors", "config.json", "config.next.json"
 KINDS: dict[str, type[ViTConfig] | type[ResNetConfig]] = {"vit": ViTConfig, "resnet": ResNetConfig}
@@ -33,6 +34,10 @@ C = TypeVar("C", ViTConfig, ResNetConfig, StemConfig)
 
 
 # ---- saving
+
+
+def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
+    return True
 
 
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
