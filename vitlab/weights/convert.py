@@ -78,17 +78,23 @@ def convert(
     if fold:
         checkpoint = fold_checkpoint(checkpoint, FORMATS[to].PREPROCESS)
     held = FORMATS[to].holds_card(checkpoint.config, checkpoint.card, folder)
+    write_files(checkpoint, path, folder, write, held)
+
+
+def write_files(checkpoint: Checkpoint, path: Path, folder: bool, write: Callable[..., None], held: bool) -> None:
+    """Write a file or a folder, and what it does not hold of the card beside the weights."""
+    c, card = checkpoint.config, checkpoint.card
     beside = beside_path(path / WEIGHTS if folder else path)
     if not held and beside.exists():
         raise UserError(f"{beside} exists; remove it or name another place")
     with removed_after_error(None if held else beside), atomic_path(path, folder) as new:
-        write(checkpoint.config, checkpoint.tensors, checkpoint.card, new)
+        write(c, checkpoint.tensors, card, new)
         if not held:  # complete before the weights get their name, so that they are never there without it
             weights = new / WEIGHTS if folder else new
-            write_beside(checkpoint.config, checkpoint.card, weights, beside_path(weights) if folder else beside)
+            write_beside(c, card, weights, beside_path(weights) if folder else beside)
     if not held:
-        words = "preprocessing" if checkpoint.card.labels is None else "preprocessing and class names"
-        how = describe_preprocess(checkpoint.card.preprocess)
+        words = "preprocessing" if card.labels is None else "preprocessing and class names"
+        how = describe_preprocess(card.preprocess)
         log.info("%s cannot hold %s (%s): written to %s, for vitlab.load alone", path, words, how, beside)
 
 

@@ -244,5 +244,5 @@ def check_expressible(c: ModelConfig, names: str = "published") -> None:
         return check_settings(c, target, BIT)
     newest = STYLES[names] is BIG_VISION
     pools: tuple[Pool, ...] = ("token", "mean", "attention") if newest else ("token", "mean")
-    c = check_vit(c, target, stem=not newest, pools=pools, square=True)
+    c = check_vit(c, target, stem=not newest, pools=pools)
     return check_settings(c, target, HYBRID if c.stem else PLAIN)
