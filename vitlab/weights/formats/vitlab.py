@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vitlab.errors import UserError
-from vitlab.files import fsync, largest_number, parse_json, read_json, sha256
+from vitlab.files import fsync, largest_number, parse_json, read_json, save_tensors, sha256
 from vitlab.models.card import Card
 from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig, Size, StemConfig, ViTConfig
 from vitlab.models.meta import meta_model
@@ -26,6 +25,7 @@ from vitlab.weights.formats.table import row
 
 NAME = "vitlab"
 SUFFIXES = ("",)
+PREPROCESS = Preprocess()
 FORMAT = "vitlab/1"
 WEIGHTS, CONFIG, NEXT = "model.safetensors", "config.json", "config.next.json"
 KINDS: dict[str, type[ViTConfig] | type[ResNetConfig]] = {"vit": ViTConfig, "resnet": ResNetConfig}
@@ -34,6 +34,10 @@ C = TypeVar("C", ViTConfig, ResNetConfig, StemConfig)
 
 
 # ---- saving
+
+
+def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
+    return True
 
 
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
@@ -78,7 +82,7 @@ def check_folder(path: Path) -> None:
 def write_weights(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path) -> str:
     # one entry: several have no fixed order, and the same model must give the same bytes
     metadata = {FORMAT: json.dumps(model_json(config))}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
     return sha256(path)
 
 
@@ -135,7 +139,8 @@ def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) 
     card = dataclasses.replace(card, preprocess=given.preprocess or card.preprocess)
     defaulted = () if source.config or given.preprocess else ("preprocess",)
     config = apply_settings(config, given)
-    return ParsedCheckpoint(config, card, defaulted, [row(name, name) for name in meta_model(config).state_dict()])
+    table = [row(name, name) for name in meta_model(config).state_dict()]
+    return ParsedCheckpoint(config, card, defaulted, table, source.tensors)
 
 
 def model_config(data: Mapping[str, Any], tensors: int) -> ModelConfig:
