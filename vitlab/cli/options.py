@@ -34,6 +34,10 @@ AcceptDataChanges = Annotated[
 KEEP = "A folder for computed features, so that an interrupted command continues and the next one need not compute "
 KEEP += "them; by default RUN/features if RUN is a folder, else none."
 KeepFeatures = Annotated[Path | None, Option("--keep", help=KEEP, show_default=False)]
+ByPosition = Annotated[
+    bool,
+    Option("--by-position", help="Take the set's classes for the model's in order where their names do not match."),
+]
 JsonFile = Annotated[Path | None, Option("--json", help="Write all numbers to this file.", show_default=False)]
 Batch = Annotated[int | None, Option("--batch", min=1, help="Images per batch; by default fits the device.")]
 Workers = Annotated[
