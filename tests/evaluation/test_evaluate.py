@@ -213,6 +213,14 @@ def test_real_weights_on_folders_of_numbers_and_of_synsets(tmp_path: Path) -> No
     assert by_number.top1.value > 0.15  # 64 pixels enlarged to 224; 0.001 is chance
 
 
+def test_the_two_cranes_need_their_synsets() -> None:
+    synsets, names = timm_imagenet()
+    assert names[134] == names[517] == "crane"
+    with pytest.raises(UserError, match=r"1 of the set's 3 classes .*: 'crane'; .*synsets"):
+        match_classes(None, 1000, (names[0], "crane", names[2]))
+    assert match_classes(names, 1000, (names[0], synsets[517])).place.tolist() == [0, 517]
+
+
 def test_real_needs_imagenets_order() -> None:
     check_real(None, 1000)
     check_real(timm_imagenet()[1], 1000)

@@ -103,6 +103,10 @@ def share(labels: Names, classes: Names) -> str:
 
 
 def describe_mismatch(labels: Names | None, count: int, classes: Names) -> str:
+    strange = imagenet.unknown_names(classes)
+    if strange and imagenet_order(labels, count) is not None and len(strange) < len(classes) / 2:
+        what = f"{len(strange)} of the set's {len(classes)} classes are none of ImageNet's, or may be two of them: "
+        return what + f"{quote_names(strange)}; call them by their synsets, as in n01440764"
     if labels is None:
         what = f"the model has {count} classes without names and the set has {len(classes)}, {quote_names(classes)}, "
         what += "so it is unclear which is which; name the model's with --labels FILE"

@@ -38,6 +38,11 @@ def words_of(number: int) -> set[str]:
     return {synsets()[number], names, names.partition(",")[0]}
 
 
+def unknown_names(names: Sequence[str]) -> list[str]:
+    """The names that mean none of ImageNet's classes, or two of them."""
+    return [name for name in names if name not in _known()]
+
+
 def class_numbers(names: Sequence[str]) -> Ints | None:
     """The place of each class in ImageNet's order; None unless each is one of ImageNet's, and no two are the same."""
     if len(names) == CLASSES and all(name in words_of(i) for i, name in enumerate(names)):
