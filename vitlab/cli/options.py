@@ -40,6 +40,9 @@ ByPosition = Annotated[
 ]
 JsonFile = Annotated[Path | None, Option("--json", help="Write all numbers to this file.", show_default=False)]
 Batch = Annotated[int | None, Option("--batch", min=1, help="Images per batch; by default fits the device.")]
+RESIZE = "Stretch images to this many pixels on both sides and crop the model's size from the center, as the authors "
+RESIZE += "do with 256 for 224; by default the model's own preprocessing."
+Resize = Annotated[int | None, Option("--resize", min=1, help=RESIZE, show_default=False)]
 Workers = Annotated[
     int | None, Option("--workers", min=0, help="Processes that decode images; by default fits the machine.")
 ]
