@@ -353,6 +353,18 @@ def test_a_split_of_ones_own(
     assert "there is no split 'tset'" in capsys.readouterr().err
 
 
+def test_a_model_without_names_asks_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = photos(tmp_path / "photos", 2)
+    vitlab.save(vitlab.create("Ti/4", classes=7, image_size=8, depth=1, width=16, mlp=16, heads=2), tmp_path / "model")
+    words = ("evaluate", str(tmp_path / "model"), str(root), "--split", "all")
+    assert run_command(monkeypatch, *words) == 1
+    assert "--by-position" in capsys.readouterr().err
+    assert run_command(monkeypatch, *words, "--by-position") == 0
+    assert "matched by position, as asked: the model's first is taken for 'ant'" in capsys.readouterr().out
+
+
 def test_the_share_that_a_run_held_out(run: Path, tmp_path: Path) -> None:
     """The command reads the run's recipe, so that it tests on no image that the run was trained on."""
     from vitlab.cli.evaluate import find_holdout
