@@ -67,9 +67,8 @@ def match_imagenet(labels: Names | None, count: int, classes: Names) -> Match | 
     if any(number not in place for number in data.tolist()):
         return None
     names = labels or imagenet.class_names()
-    return Match(
-        names, np.array([place[i] for i in data.tolist()], np.int64), "by ImageNet's classes" + share(names, classes)
-    )
+    found = np.array([place[number] for number in data.tolist()], np.int64)
+    return Match(names, found, "by ImageNet's classes" + share(names, classes))
 
 
 def imagenet_order(labels: Names | None, count: int) -> Ints | None:
@@ -111,7 +110,8 @@ def describe_mismatch(labels: Names | None, count: int, classes: Names) -> str:
         what = f"the model has {count} classes without names and the set has {len(classes)}, {quote_names(classes)}, "
         what += "so it is unclear which is which; name the model's with --labels FILE"
     else:
-        unknown = [name for name in classes if name not in labels]
+        known = set(labels)
+        unknown = [name for name in classes if name not in known]
         what = f"the model lacks {len(unknown)} of the set's {len(classes)} classes: {quote_names(unknown)}; its own "
         what += f"are {quote_names(labels)}; if they are the same by other names, give these with --labels FILE"
     return what + (", or add --by-position if the order is the same" if count == len(classes) else "")
