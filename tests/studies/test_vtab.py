@@ -226,7 +226,7 @@ def test_the_recipe_is_the_papers(weights: str, root: Path, tmp_path: Path) -> N
     assert (recipe["optimizer"], recipe["momentum"], recipe["lr"], recipe["decay"]) == ("sgd", 0.9, 0.01, "cosine")
     assert (recipe["weight_decay"], recipe["clip"], recipe["warmup"]) == (0.0, 1.0, 1)
     assert (recipe["augment"]["crop"], recipe["augment"]["flip"]) == ("none", True)  # a crop may lose the vehicle
-    assert recipe["preprocess"]["fit"] == "stretch"
+    assert (recipe["preprocess"]["fit"], recipe["head"]) == ("stretch", "new")
     other = json.loads((tmp_path / "out" / "patch_camelyon" / "recipe.json").read_text())["recipe"]
     assert other["augment"]["crop"] == "resize"
     assert not (tmp_path / "out" / "kitti" / "model.safetensors").exists()  # without keep

@@ -9,6 +9,7 @@ from typer import Option
 from vitlab.cli.app import console, verb
 from vitlab.cli.options import (
     Batch,
+    ByPosition,
     Data,
     Device,
     JsonFile,
@@ -43,6 +44,7 @@ def evaluate(
     labels: Annotated[
         Path | None, Option(help="Names of the model's classes, one per line, in order, instead of its own.")
     ] = None,
+    by_position: ByPosition = False,
     out: Annotated[Path | None, Option(help="A folder for tables, figures and all predictions.")] = None,
     json: JsonFile = None,
     keep: Annotated[
@@ -54,7 +56,8 @@ def evaluate(
 ) -> None:
     """Test a model: top-1 and top-5 accuracy, accuracy by class, confused classes, and calibration.
 
-    Every image counts once; a broken one is an error. Classes are matched by name. In brackets: 95 % intervals.
+    Every image counts once; a broken one is an error. Classes are matched by name, ImageNet's also by synset or
+    number. In brackets: 95 % intervals.
     """
     from vitlab.evaluation.classes import read_names
     from vitlab.evaluation.evaluate import evaluate, open_split
@@ -66,13 +69,21 @@ def evaluate(
     names = None if labels is None else read_names(labels, model.config.classes)
     lists = None if real is None else read_real(real)
     holdout, trained = find_holdout(run, data)
-    source, note = open_split(data, split, holdout)
+    source, note = open_split(data, split, holdout, trained=trained)
     console.print(f"{len(source):,} images of {data}, {split}: {note}", soft_wrap=True)
     if trained and split in ("train", "all"):
         console.remark("note", "the model was trained on most of these images")
     with stoppable(describe_stop(keep)):
         result = evaluate(
-            model, source, labels=names, real=lists, batch=batch, workers=workers, device=device, keep=keep
+            model,
+            source,
+            labels=names,
+            by_position=by_position,
+            real=lists,
+            batch=batch,
+            workers=workers,
+            device=device,
+            keep=keep,
         )
     print_scores(result)
     about = {"model": run, "data": data, "split": split, "note": note}

@@ -1,4 +1,7 @@
-"""Class labels from untrusted files: limits of length and number, and names for classes that have only numbers."""
+"""Class labels from untrusted files: limits of length and number, their order, names for those that are numbers."""
+
+import re
+from collections.abc import Iterable
 
 from vitlab.errors import UserError
 from vitlab.models.config import MOST_CLASSES
@@ -11,6 +14,17 @@ FREE_CLASSES, CLASSES_PER_IMAGE = 50_000, 100  # any set may number so many clas
 def are_too_many(words: int, characters: int) -> bool:
     """Whether that many class names, of that many characters in all, are beyond any real data set."""
     return words > MOST_CLASSES or characters > MAX_TOTAL_LENGTH
+
+
+def are_numbers(names: Iterable[str]) -> bool:
+    """Whether all class names are numbers: 0, 7, 042."""
+    return all(re.fullmatch("[0-9]+", name) for name in names)
+
+
+def sort_classes(names: Iterable[str]) -> tuple[str, ...]:
+    """Class names in the order of their numbers where all are numbers, so that 10 follows 9; else as text."""
+    words = set(names)
+    return tuple(sorted(words, key=lambda name: (int(name), name)) if are_numbers(words) else sorted(words))
 
 
 def number_names(highest: int, images: int, where: str) -> tuple[str, ...]:

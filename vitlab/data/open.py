@@ -19,6 +19,7 @@ from vitlab.data import builtin, folder, hub, parquet, shards
 from vitlab.data.rng import HOLDOUT, SUBSET, Ints, Keys, keys
 from vitlab.data.source import Data, ImageSource, Subset
 from vitlab.errors import UserError
+from vitlab.text import listed
 
 log = logging.getLogger("vitlab")
 
@@ -35,15 +36,25 @@ def open_data(
     """
     if not 0 < holdout < 1:
         raise UserError(f"holdout must be above 0 and below 1, not {holdout}")
-    title = Path(spec).name.removesuffix(".parquet").removesuffix(".tar")
     splits, preferred = find_splits(spec)
-    data = assign_splits(title, splits, preferred or holdout)
+    data = make_data(spec, splits, preferred or holdout)
+    chosen = subset_indices(data.train, seed, subset, per_class)
+    return data if chosen is None else replace(data, train=Subset(data.train, chosen))
+
+
+def make_data(spec: str, splits: Mapping[str, ImageSource], holdout: float) -> Data:
+    """A data set from the splits that `find_splits` found."""
+    title = Path(spec).name.removesuffix(".parquet").removesuffix(".tar")
+    if "train" not in splits and isinstance(next(iter(splits.values())), folder.FileSource):
+        raise UserError(
+            f"'{spec}' has no train folder, only {listed(splits)}: enough to evaluate on, not to learn from"
+        )
+    data = assign_splits(title, splits, holdout)
     commit = hub.commit_of(next(iter(splits.values())))
     data = replace(data, note=f"{data.note}; the hub's commit {commit}") if commit else data
     for split, source in data.splits.items():
         check_split(source, spec, split)
-    chosen = subset_indices(data.train, seed, subset, per_class)
-    return data if chosen is None else replace(data, train=Subset(data.train, chosen))
+    return data
 
 
 def find_splits(spec: str) -> tuple[Mapping[str, ImageSource], float | None]:
@@ -54,7 +65,7 @@ def find_splits(spec: str) -> tuple[Mapping[str, ImageSource], float | None]:
     if spec in builtin.SETS:
         return builtin.splits(spec), None
     if spec.startswith("imagenet:"):
-        return folder.splits(Path(spec.removeprefix("imagenet:")).expanduser()), None
+        return folder.splits(Path(spec.removeprefix("imagenet:")).expanduser(), others=True), None
     if spec.startswith(shards.PIPE) or spec.endswith(".tar"):
         return shards.splits(spec), None
     if path.is_dir():

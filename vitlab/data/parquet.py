@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitlab.data.labels import number_names
+from vitlab.data.labels import number_names, sort_classes
 from vitlab.data.packed_files import Index, PackedSource, file_state, join_indexes
 from vitlab.data.rng import Ints
 from vitlab.data.sandbox import python_command
@@ -75,7 +75,7 @@ def class_names(copies: list[FlatCopy], root: Path) -> tuple[str, ...]:
         return given[0]
     words = {word for copy in copies for word in copy.words}
     if words:
-        return tuple(sorted(words))
+        return sort_classes(words)
     labels = np.concatenate([np.zeros(0, np.int64), *(copy.index["label"] for copy in copies)])
     return number_names(int(labels.max(initial=-1)), len(labels), str(root))
 

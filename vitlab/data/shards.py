@@ -18,7 +18,7 @@ from tarfile import ReadError, TarFile, TarInfo
 import numpy as np
 
 from vitlab.data.images import EXTENSIONS
-from vitlab.data.labels import MAX_LABEL_LENGTH, MAX_TOTAL_LENGTH, are_too_many, number_names
+from vitlab.data.labels import MAX_LABEL_LENGTH, MAX_TOTAL_LENGTH, are_too_many, number_names, sort_classes
 from vitlab.data.packed_files import (
     MAX_OPEN,
     Index,
@@ -72,7 +72,7 @@ def splits(spec: str) -> dict[str, ShardSource]:
     if classes is None and numeric:
         images = sum(len(table["label"]) for table in tables.values())
         classes = number_names(max(map(int, words), default=-1), images, spec)
-    classes = tuple(sorted(words)) if classes is None else classes
+    classes = sort_classes(words) if classes is None else classes
     number = {word: int(word) for word in words} if numeric else {name: i for i, name in enumerate(classes)}
     sources = {}
     for split, table in tables.items():

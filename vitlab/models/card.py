@@ -12,4 +12,5 @@ class Card:
 
     preprocess: Preprocess = field(default_factory=Preprocess)
     labels: tuple[str, ...] | None = None
-    provenance: Mapping[str, str] | None = None  # source, format and sha256 of the file the weights came from
+    # source, format and sha256 of the file the weights came from; of a trained model, of the file it started from
+    provenance: Mapping[str, str] | None = None

@@ -250,6 +250,7 @@ def base_recipe(weights: str, model: Model, steps: int, settings: tuple[str, ...
     recipe = dataclasses.replace(
         paper,
         weights=weights,
+        head="new",  # classes are numbers here, and each task's mean something else
         data="vtab",
         steps=steps,
         warmup=min(paper.warmup, steps // 5),

@@ -21,6 +21,7 @@ from vitlab.training.parallel import Parallel
 Precision = Literal["auto", "float32", "bfloat16", "float64"]
 Compile = Literal["auto", "yes", "no"]
 Freeze = Literal["none", "body"]
+Head = Literal["auto", "new", "keep"]
 
 COUNT, STEPS, NUMBER = Range(1), Range(1, 10**12), Range(0)
 NESTED = ("augment", "preprocess", "model_settings")
@@ -38,6 +39,7 @@ class Recipe:
     data: Annotated[str, "images to train on: a folder of class folders or any other source"]
     image_size: ImageSize = (224, 224)
     weights: Annotated[str | None, "weights to start from, as vitlab.load takes them; none: fresh"] = None
+    head: Annotated[Head, "of the weights: auto keeps it if its classes have the data's names; new: zeros"] = "auto"
     objective: Annotated[ObjectiveName, "loss: softmax, sigmoid, or masked patch prediction"] = "softmax"
     freeze: Annotated[Freeze, "body: only the head learns"] = "none"
     model_settings: Annotated[dict[str, Any], "the model's own settings that differ from its variant's"] = field(

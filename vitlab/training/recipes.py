@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from vitlab.cost import BACKWARD, forward_flops
 from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess
-from vitlab.models.variants import SIZES
+from vitlab.models.variants import SIZES, configure
 from vitlab.settings import parse_settings
 from vitlab.training.recipe import Recipe, change, keys, make_recipe, override
 
@@ -236,38 +237,12 @@ def check_ready(name: str, recipe: Recipe) -> Recipe:
 
 # ---- what a recipe costs, as text
 
-# GFLOPs of a forward pass by model and image side, a multiply-add counted as two; a test holds them to `vitlab.cost`.
-GFLOPS = {
-    ("Ti/2", 8): 0.0049,
-    ("S/8", 64): 0.951,  # nine layers of width 256
-    ("S/8", 96): 2.244,
-    ("Ti/16", 224): 2.51,
-    ("S/32", 224): 2.29,
-    ("S/16", 224): 9.20,
-    ("B/32", 224): 8.82,
-    ("B/16", 224): 35.1,
-    ("B/16", 384): 111,
-    ("L/32", 224): 30.8,
-    ("L/16", 224): 123,
-    ("L/16", 512): 724,
-    ("H/14", 224): 335,
-    ("H/14", 518): 2033,
-    ("R50x1", 224): 8.18,
-    ("R50x2", 224): 32.2,
-    ("R101x1", 224): 15.6,
-    ("R152x1", 224): 23.0,
-    ("R152x2", 224): 91.6,
-    ("R50+B/32", 224): 16.9,
-    ("R50+B/16", 224): 43.1,
-    ("R50+L/32", 224): 38.8,
-    ("R50+L/16", 224): 131,
-}
-
 
 def run_flops(recipe: Recipe) -> float:
-    """Operations of a complete run: a training image costs three forward passes."""
+    """Operations of a complete run, with a head of 1,000 classes: a training image costs three forward passes."""
     images = recipe.steps * recipe.batch if recipe.steps else (recipe.epochs or 0) * IMAGES[recipe.data]
-    return 3e9 * GFLOPS[recipe.model, recipe.image_size[0]] * images
+    settings = recipe.model_settings | {"image_size": recipe.image_size, "classes": 1000}
+    return (1 + BACKWARD) * forward_flops(configure(recipe.model, settings)) * images
 
 
 def length(recipe: Recipe) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from vitlab.errors import UserError
+from vitlab.models.card import Card
 from vitlab.models.variants import build
 from vitlab.training import checkpoint
 from vitlab.training.checkpoint import CheckpointMeta
@@ -57,7 +58,8 @@ class Saver:
         model = build(self.setup.config)
         model.load_state_dict(weights)
         labels = None if self.setup.recipe.objective == "masked" else self.setup.data.classes
+        model.card = Card(self.setup.preprocess, labels, self.setup.provenance or None)
         try:
-            save(model, folder, preprocess=self.setup.preprocess, labels=labels)
+            save(model, folder)
         except UserError as error:
             raise OSError(str(error)) from error  # `disk_errors` adds how to continue

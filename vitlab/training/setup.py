@@ -28,9 +28,10 @@ from vitlab.training.checkpoint import CheckpointMeta, FoundCheckpoint, disk_err
 from vitlab.training.objectives import start_sigmoid
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, difference, override, resolve_length
+from vitlab.training.start import choose_head, make_provenance
 from vitlab.training.trust import check_trusted_data, check_trusted_weights, remember_recipe
 from vitlab.weights import load
-from vitlab.weights.formats.vitlab import model_config, model_json
+from vitlab.weights.formats.vitlab import model_config, model_json, read_provenance
 
 RECIPE = "recipe.json"
 MOST_LAYERS = 1_000
@@ -46,6 +47,7 @@ class RunSetup:
     data: Data
     config: ModelConfig
     preprocess: Preprocess
+    provenance: dict[str, str]  # of the trained model
     checkpoint: FoundCheckpoint | None  # to resume from
     initial: Model | None  # the model to start with, where there is no checkpoint
 
@@ -59,6 +61,7 @@ class StoredRun:
     preprocess: Preprocess
     labels: tuple[str, ...]
     images: int
+    provenance: dict[str, str]
 
 
 def read_run(out: Path) -> StoredRun | None:
@@ -73,7 +76,7 @@ def read_run(out: Path) -> StoredRun | None:
         recipe, config = from_json(Recipe, parts["recipe"]), model_config(parts["model"], tensors=MOST_LAYERS)
         preprocess = from_json(Preprocess, parts["preprocess"])
         labels = check_value(about.get("labels"), tuple[str, ...], "labels")
-        return StoredRun(recipe, config, preprocess, labels, images)
+        return StoredRun(recipe, config, preprocess, labels, images, read_provenance(about) or {})
     except UserError as error:
         raise UserError(f"{path} is not the recipe of a run: {brief(error)}; start again in a new --out") from None
 
@@ -131,9 +134,9 @@ def prepare_run(
         found = checkpoint.find_checkpoint(checkpoint.last_checkpoint(out), lambda meta: check_meta(meta, recipe))
         if found is not None:
             check_size(stored.model, found.folder)
-            return RunSetup(out, recipe, data, stored.model, stored.preprocess, found, None)
+            return RunSetup(out, recipe, data, stored.model, stored.preprocess, stored.provenance, found, None)
     model, preprocess = initial_model(recipe, data)
-    setup = RunSetup(out, recipe, data, model.config, preprocess, None, model)
+    setup = RunSetup(out, recipe, data, model.config, preprocess, make_provenance(recipe, data, model), None, model)
     cluster.agree(lambda: write_run_files(setup, new=stored is None, trial=trial))
     return setup
 
@@ -170,14 +173,16 @@ def check_size(config: ModelConfig, folder: Path) -> None:
 
 
 def initial_model(recipe: Recipe, data: Data) -> tuple[Model, Preprocess]:
-    """The model before its first step: fresh, or from weights with a new head."""
+    """The model before its first step: fresh, or from weights with their head or a new one."""
     torch.manual_seed(recipe.seed)
-    classes = 0 if recipe.objective == "masked" else len(data.classes)
+    is_masked = recipe.objective == "masked"
     if recipe.weights is None:
+        classes = 0 if is_masked else len(data.classes)
         model = create(recipe.model, image_size=recipe.image_size, classes=classes, **recipe.model_settings)
         preprocess = recipe.preprocess or Preprocess()
     else:
-        loaded = load(recipe.weights, classes=classes, image_size=recipe.image_size)
+        loaded = load(recipe.weights, classes=0 if is_masked else None, image_size=recipe.image_size)
+        loaded = loaded if is_masked else choose_head(loaded, recipe, data.classes)
         model, preprocess = with_rates(loaded, recipe), recipe.preprocess or loaded.card.preprocess
     if recipe.objective == "sigmoid" and model.head is not None and not model.head.weight.any():  # a fresh head
         start_sigmoid(model.head)
@@ -196,6 +201,7 @@ def with_rates(model: Model, recipe: Recipe) -> Model:
         return model
     new = build(dataclasses.replace(model.config, **rates))
     new.load_state_dict(model.state_dict())
+    new.card = model.card
     return new
 
 
@@ -208,6 +214,7 @@ def write_recipe(setup: RunSetup) -> None:
         "preprocess": to_json(setup.preprocess),
         "labels": list(setup.data.classes),
         "images": len(setup.data.train),
+        "provenance": setup.provenance,
     }
     with atomic_file(setup.out / RECIPE, "w", errors=disk_errors) as file:
         file.write(json.dumps(about, indent=1) + "\n")

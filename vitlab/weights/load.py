@@ -108,12 +108,21 @@ def parse_checkpoint(raw: RawCheckpoint, format: str, given: FormatDefaults, ima
         is_named = raw.name in str(error) or str(raw.tensors.path) in str(error)
         raise error if is_named else UserError(f"{raw.name}: {error}") from None
     log_defaults(raw, format, parsed)
+    labels = None if card.labels is None else tuple(map(valid_text, card.labels))
+    card = Card(parsed.card.preprocess, labels, card.provenance or origin_of(raw, format))
+    return Checkpoint(parsed.config, tensors, card)
+
+
+def find_origin(source: str | os.PathLike[str]) -> dict[str, str]:
+    """Name, format and sha256 of the file that a source is, and the commit of one on the hub."""
+    raw = open_source(source)
+    return origin_of(raw, recognize_format(raw, None))
+
+
+def origin_of(raw: RawCheckpoint, format: str) -> dict[str, str]:
     commit = hub.commit_of(raw.tensors.path)
     origin = {"source": raw.name, "format": format, "sha256": sha256(raw.tensors.path)}
-    origin |= {} if commit is None else {"commit": commit}
-    labels = None if card.labels is None else tuple(map(valid_text, card.labels))
-    card = Card(parsed.card.preprocess, labels, card.provenance or origin)
-    return Checkpoint(parsed.config, tensors, card)
+    return origin | ({} if commit is None else {"commit": commit})
 
 
 # ---- open
@@ -187,10 +196,10 @@ def log_defaults(source: RawCheckpoint, format: str, parsed: ParsedCheckpoint) -
 # ---- change
 
 
-def replace_head(checkpoint: Checkpoint, classes: int) -> Checkpoint:
+def replace_head(checkpoint: Checkpoint, classes: int, why: str = "") -> Checkpoint:
     """A head of zeros for other classes, on the features themselves: as the paper fine-tunes, without pre-logits.
 
-    With `classes=0` there is no head, and the pre-logits layer stays.
+    With `classes=0` there is no head, and the pre-logits layer stays. The log has the reason, if one is given.
     """
     old = checkpoint.config
     config = dataclasses.replace(old, classes=classes)
@@ -203,7 +212,7 @@ def replace_head(checkpoint: Checkpoint, classes: int) -> Checkpoint:
         zeros = tensors["norm.weight"].new_zeros
         tensors |= {"head.weight": zeros(classes, width), "head.bias": zeros(classes)}
     removed = f"the head of {old.classes} classes" + (" and its pre-logits layer" if len(drop) > 1 else "")
-    log.info("%s: %s", "replaced by zeros" if classes else "left out", removed)
+    log.info("%s: %s%s", "replaced by zeros" if classes else "left out", removed, why and f"; {why}")
     return Checkpoint(config, tensors, dataclasses.replace(checkpoint.card, labels=None))
 
 

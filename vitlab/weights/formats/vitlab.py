@@ -165,11 +165,17 @@ def read_card(data: Mapping[str, Any], config: ModelConfig) -> Card:
     labels: tuple[str, ...] | None = check_value(data.get("labels"), tuple[str, ...] | None, "labels")
     if labels is not None and len(labels) != config.classes:
         raise UserError(f"there are {len(labels)} class names for {config.classes} classes")
+    return Card(preprocess, labels, read_provenance(data))
+
+
+def read_provenance(data: Mapping[str, Any]) -> dict[str, str] | None:
+    """The provenance in untrusted JSON: words by name."""
     provenance = data.get("provenance")
-    words = list(provenance.values()) if isinstance(provenance, Mapping) else [provenance]
-    if provenance is not None and not all(isinstance(word, str) for word in words):
+    if provenance is None:
+        return None
+    if not isinstance(provenance, dict) or not all(isinstance(word, str) for word in provenance.values()):
         raise UserError(f"provenance must be an object of words, not {provenance!r}")
-    return Card(preprocess, labels, provenance)
+    return provenance
 
 
 def apply_settings(config: ModelConfig, given: FormatDefaults) -> ModelConfig:
