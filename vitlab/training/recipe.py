@@ -14,13 +14,15 @@ from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
 from vitlab.models.config import ImageSize, Preprocess, ViTConfig
 from vitlab.settings import RATE, Range, Setting, annotations, check_all, check_types, describe, parse_settings, to_json
-from vitlab.training.objectives import ObjectiveName
+from vitlab.training.masked import Masking
+from vitlab.training.objectives import SIGMOID_BIAS, ObjectiveName
 from vitlab.training.optim import Decay, OptimizerName
 from vitlab.training.parallel import Parallel
 
 Precision = Literal["auto", "float32", "bfloat16", "float64"]
 Compile = Literal["auto", "yes", "no"]
 Freeze = Literal["none", "body"]
+Init = Literal["xavier", "lecun"]
 
 COUNT, STEPS, NUMBER = Range(1), Range(1, 10**12), Range(0)
 NESTED = ("augment", "preprocess", "model_settings")
@@ -39,6 +41,11 @@ class Recipe:
     image_size: ImageSize = (224, 224)
     weights: Annotated[str | None, "weights to start from, as vitlab.load takes them; none: fresh"] = None
     objective: Annotated[ObjectiveName, "loss: softmax, sigmoid, or masked patch prediction"] = "softmax"
+    masking: Annotated[Masking, "masked patches: a coin for each, or exactly half of every image's"] = "coin"
+    head_bias: Annotated[float, Range(), "bias of a fresh head with objective=sigmoid"] = SIGMOID_BIAS
+    init: Annotated[Init, "fresh patch projection and pre-logits: Xavier uniform, or the authors' LeCun normal"] = (
+        "xavier"
+    )
     freeze: Annotated[Freeze, "body: only the head learns"] = "none"
     model_settings: Annotated[dict[str, Any], "the model's own settings that differ from its variant's"] = field(
         default_factory=dict
@@ -65,6 +72,7 @@ class Recipe:
     lr: Annotated[float, NUMBER, "peak learning rate"] = 1e-3
     warmup: Annotated[int, Range(0, 10**12), "steps of linear warm-up"] = 0
     decay: Annotated[Decay, "learning-rate schedule after the warm-up"] = "cosine"
+    lr_end: Annotated[float, NUMBER, "learning rate at which a linear decay ends"] = 0.0
     weight_decay: Annotated[float, NUMBER, "decoupled, times the learning rate; on kernels only"] = 0.0
     beta1: Annotated[float, RATE, "AdamW's first"] = 0.9
     beta2: Annotated[float, RATE, "AdamW's second"] = 0.999

@@ -21,6 +21,7 @@ from vitlab.files import atomic_file
 from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig
 from vitlab.models.meta import meta_model
 from vitlab.models.variants import Model, build, create
+from vitlab.models.vit import ViT, lecun_normal
 from vitlab.settings import check_value, from_json, to_json
 from vitlab.text import brief
 from vitlab.training import checkpoint, manifest
@@ -175,12 +176,16 @@ def initial_model(recipe: Recipe, data: Data) -> tuple[Model, Preprocess]:
     classes = 0 if recipe.objective == "masked" else len(data.classes)
     if recipe.weights is None:
         model = create(recipe.model, image_size=recipe.image_size, classes=classes, **recipe.model_settings)
+        if recipe.init == "lecun" and isinstance(model, ViT):  # a ResNet's convolutions are drawn so anyway
+            for layer in (model.embed, model.prelogits):
+                if layer is not None:
+                    lecun_normal(layer)
         preprocess = recipe.preprocess or Preprocess()
     else:
         loaded = load(recipe.weights, classes=classes, image_size=recipe.image_size)
         model, preprocess = with_rates(loaded, recipe), recipe.preprocess or loaded.card.preprocess
     if recipe.objective == "sigmoid" and model.head is not None and not model.head.weight.any():  # a fresh head
-        start_sigmoid(model.head)
+        start_sigmoid(model.head, recipe.head_bias)
     return model, preprocess
 
 
@@ -218,9 +223,8 @@ def make_loaders(setup: RunSetup, cluster: Cluster, micro: int) -> tuple[TrainLo
     r, size, preprocess, batch = setup.recipe, setup.config.image_size, setup.preprocess, micro * cluster.world
     workers = pick_workers(cluster.device) if r.workers is None else r.workers
     common: dict[str, Any] = {"workers": workers, "resident": r.resident, **vars(cluster)}  # device, rank and world
-    train = TrainLoader(
-        setup.data.train, size, r.augment, preprocess, batch=batch, seed=r.seed, broken_limit=r.broken_limit, **common
-    )
+    stream: dict[str, Any] = {"batch": batch, "step": r.batch, "seed": r.seed, "broken_limit": r.broken_limit}
+    train = TrainLoader(setup.data.train, size, r.augment, preprocess, **stream, **common)
     batch = min(2 * micro, max(256, TEST_PIXELS // (size[0] * size[1])))  # without gradients, twice as many fit
     return train, EvalLoader(setup.data.test, size, preprocess, batch=batch, **common)
 

@@ -74,7 +74,7 @@ class Trainer:
         if r.objective == "masked":  # never with a frozen body
             if not isinstance(model, ViT) or not isinstance(config, ViTConfig):
                 raise UserError(f"masked patch prediction needs a transformer, and {r.model} is a ResNet")
-            objective = PatchPrediction(self.setup.preprocess, r.seed, config.grid, config.stride)
+            objective = PatchPrediction(self.setup.preprocess, r.seed, config.grid, config.stride, r.masking)
             return MaskedPatches(model).to(device, dtype), objective
         if r.freeze == "body":
             for name, p in model.named_parameters():
@@ -161,7 +161,7 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         r = self.recipe
-        return learning_rate(step, base=r.lr, steps=self.steps, warmup=r.warmup, decay=r.decay)
+        return learning_rate(step, base=r.lr, steps=self.steps, warmup=r.warmup, decay=r.decay, end=r.lr_end)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.cluster.device.type, torch.bfloat16, enabled=self.bf16)
