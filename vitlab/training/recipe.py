@@ -55,6 +55,7 @@ class Recipe:
     subset: Annotated[float | None, "share of the training images to use"] = None
     per_class: Annotated[int | None, "training images of each class to use"] = None
     holdout: Annotated[float, "share held out for testing where the data has no split of its own"] = 0.2
+    validation: Annotated[float, RATE, "share of train held out to choose on, where there is no validation split"] = 0.0
     augment: Annotated[Augment, "augmentation"] = field(default_factory=Augment)
     preprocess: Annotated[Preprocess | None, "none: the weights' own, or scaling to [-1, 1]"] = None
     resident: Annotated[bool | None, "hold the images in the device's memory; none: where they fit"] = None
@@ -92,7 +93,7 @@ class Recipe:
     parallel: Annotated[Parallel, "under torchrun: a complete model in each process, or its shards"] = "ddp"
     workers: Annotated[int | None, Range(0, 1_024), "processes that read images; none: by the machine"] = None
     threads: Annotated[int | None, Range(1, 1_024), "CPU threads; none: torch's choice. Changes rounding"] = None
-    evaluate_every: Annotated[int | None, COUNT, "steps between tests; none: up to ten tests a run"] = None
+    evaluate_every: Annotated[int | None, COUNT, "steps between validations; none: up to ten a run"] = None
     checkpoint_every: Annotated[int, COUNT, "steps between checkpoints"] = 500
     log_every: Annotated[int, COUNT, "steps between log records on disk"] = 10
     tensorboard: Annotated[bool, "write TensorBoard's event files too"] = False
@@ -172,7 +173,7 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 
 
 def resolve_length(recipe: Recipe, images: int, tests: int, world: int) -> Recipe:
-    """The recipe with its length in steps, for so many training and test images on so many processes."""
+    """The recipe with its length in steps, for so many images to train on and to validate on, on so many processes."""
     if recipe.batch % world:
         raise UserError(f"batch={recipe.batch} does not divide over {world} processes; use a multiple of {world}")
     steps = count_steps(recipe, images)
@@ -188,7 +189,7 @@ def count_steps(recipe: Recipe, images: int) -> int:
 
 
 def evaluations(seen: int, tests: int) -> int:
-    """How often to test a run that sees so many images: ten times, or less, to spend little of its time on it."""
+    """How often to validate a run that sees so many images: ten times, or less, to spend little of its time on it."""
     return max(1, min(10, seen // (2 * tests)))
 
 

@@ -95,8 +95,8 @@ class Recorder:
         self.write({"speed": record})
         self.bar.update(step, **shown)
 
-    def add_test(self, step: int, reports: dict[str, dict[str, float]], accuracy: float) -> None:
-        """Log the reports of a test, and show its accuracy."""
+    def add_evaluation(self, step: int, reports: dict[str, dict[str, float]], accuracy: float) -> None:
+        """Log the reports on a split, and show their accuracy."""
         self.write({"step": step, **reports})
         self.bar.update(step, accuracy=f"{accuracy:.2%}")
 
