@@ -12,8 +12,8 @@ import pytest
 from pictures import arrays, encoded, picture, write_folder
 
 from vitlab.data.labels import sort_classes
-from vitlab.data.open import assign_splits, open_data
-from vitlab.data.source import ImageSource
+from vitlab.data.open import assign_splits, hold_out_validation, open_data
+from vitlab.data.source import ImageSource, Subset
 from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import open_split
 
@@ -357,3 +357,21 @@ def test_cifar10_from_files_as_torchvision_keeps_them(tmp_path: Path, monkeypatc
     expected = pixels[5, 2].reshape(3, 32, 32).transpose(1, 2, 0)
     assert (np.asarray(data.test.image(2)) == expected).all()
     assert Counter(data.train.labels.tolist()) == {0: 5, 1: 5, 2: 5, 3: 5}
+
+
+def test_a_part_of_each_class_is_held_out_for_validation() -> None:
+    data = open_data("digits")
+    held = hold_out_validation(data, 0.1)
+    train, chosen = held.train, held.validation
+    assert isinstance(train, Subset)
+    assert isinstance(chosen, Subset)
+    assert sorted([*train.indices, *chosen.indices]) == list(range(len(data.train)))
+    counts, parts = np.bincount(data.train.labels), np.bincount(chosen.labels)
+    assert (np.abs(parts - counts / 10) <= 0.5).all()
+    assert "validation is 0.1 of the training images" in held.note
+    assert held.test is data.test
+    again = hold_out_validation(open_data("digits", seed=3), 0.1).validation
+    assert isinstance(again, Subset)
+    assert np.array_equal(again.indices, chosen.indices)  # whatever the seed
+    assert hold_out_validation(held, 0.3) is held  # it has one of its own
+    assert hold_out_validation(data, 0.0) is data

@@ -30,6 +30,7 @@ CONFIGS: dict[str, Any] = {
     "relative": dataclasses.replace(VIT, positions="relative"),
     "2d, every layer": dataclasses.replace(VIT, positions="2d", placement="every"),
     "sinusoidal": dataclasses.replace(VIT, positions="sinusoidal", placement="shared"),
+    "sincos2d": dataclasses.replace(VIT, positions="sincos2d", pool="mean"),
     "axial": dataclasses.replace(VIT, attention="axial", pool="mean", positions="none"),
     "attention pool": dataclasses.replace(VIT, pool="attention", prelogits=20),
     "no head, dropout": dataclasses.replace(VIT, classes=0, dropout=0.1, drop_path=0.2),

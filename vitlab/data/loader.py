@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, targets
 from vitlab.data.resident import BYTES_AT_ONCE, ResidentSet, fits_on_device
-from vitlab.data.rng import ORDER, SHARDS, Ints, Keys, keys
+from vitlab.data.rng import BATCHES, ORDER, SHARDS, Ints, Keys, keys
 from vitlab.data.source import ImageSource
 from vitlab.data.transforms import Augment, normalize
 from vitlab.data.workers import AHEAD, BrokenEntry, EvalReader, TrainReader, chunk_size, read_batches
@@ -100,6 +100,7 @@ class TrainLoader(Loader):
     _: KW_ONLY
     seed: int = 0
     broken_limit: float = BROKEN_LIMIT
+    step: int | None = None  # images of an optimizer's step, which has several batches of micro-batches; None: `batch`
 
     def __post_init__(self) -> None:
         batch, world = self.batch, self.world
@@ -151,12 +152,18 @@ class TrainLoader(Loader):
         low, high = (self.batch * r // self.world for r in (self.rank, self.rank + 1))
         start = self.batch * np.arange(count)[:, None]
         mine = (start + np.arange(low, high)).ravel()
-        mix = draw_mix(key[(start + (np.arange(low, high) & ~1)).ravel()], self.augment)
+        mix = draw_mix(self._mix_keys(key, place)[(start + (np.arange(low, high) & ~1)).ravel()], self.augment)
         other = mine if mix is None else (start + partners(self.batch)[low:high]).ravel()
         places = np.concatenate([mine, np.setdiff1d(other, mine)])
         found = np.zeros(len(index), np.int64)
         found[places] = np.arange(len(places))
         return BatchPlan(index[places], key[places], found[other], mix)
+
+    def _mix_keys(self, key: Keys, place: Ints) -> Keys:
+        """The keys that decide how the images with the keys `key`, at a place in the stream, are mixed."""
+        if self.augment.mix_by == "pair":
+            return key
+        return keys(self.seed, BATCHES, place // (self.step or self.batch))
 
     def _finish(self, plan: BatchPlan, pixels: Tensor, index: Tensor) -> Batch:
         labels, goal = self.labels_and_targets(index, self.augment.label_smoothing)

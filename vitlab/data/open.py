@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from vitlab.data import builtin, folder, hub, parquet, shards
-from vitlab.data.rng import HOLDOUT, SUBSET, Ints, Keys, keys
+from vitlab.data.rng import HOLDOUT, SUBSET, VALIDATION, Ints, Keys, keys
 from vitlab.data.source import Data, ImageSource, Subset
 from vitlab.errors import UserError
 from vitlab.text import listed
@@ -96,10 +96,29 @@ def assign_splits(title: str, splits: Mapping[str, ImageSource], holdout: float)
         return Data(title, train, test, validation, note)
     if validation is not None:
         return Data(title, train, validation, None, note + "test is the set's validation split")
-    held, hashed = np.zeros(len(train), bool), keys(0, HOLDOUT, np.arange(len(train)))
-    held[pick_per_class(train.labels, lambda count: holdout_size(count, holdout), hashed)] = True
     note += f"test is {holdout:.0%} of the images, held out class by class"
-    return Data(title, Subset(train, np.flatnonzero(~held)), Subset(train, np.flatnonzero(held)), None, note)
+    return Data(title, *split_off(train, holdout, HOLDOUT), None, note)
+
+
+def hold_out_validation(data: Data, share: float) -> Data:
+    """The data with a validation split: its own, else the fraction `share` of each class of its training images.
+
+    Which images those are depends on neither the seed nor anything else of a run.
+    """
+    if data.validation is not None or not share:
+        return data
+    train, held = split_off(data.train, share, VALIDATION)
+    if not len(held):
+        raise UserError(f"no class of {data.name} has two training images, so none can be held out; set validation=0")
+    note = f"{data.note}; validation is {share:.2g} of the training images, held out class by class"
+    return replace(data, train=train, validation=held, note=note)
+
+
+def split_off(source: ImageSource, share: float, purpose: int) -> tuple[Subset, Subset]:
+    """The images that stay, and the fraction `share` of each class that is held out, chosen by hashes."""
+    held, hashed = np.zeros(len(source), bool), keys(0, purpose, np.arange(len(source)))
+    held[pick_per_class(source.labels, lambda count: holdout_size(count, share), hashed)] = True
+    return Subset(source, np.flatnonzero(~held)), Subset(source, np.flatnonzero(held))
 
 
 def holdout_size(count: int, share: float) -> int:

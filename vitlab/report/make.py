@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vitlab.cost import cost
 from vitlab.data.images import BrokenImage
-from vitlab.data.open import open_data
+from vitlab.data.open import hold_out_validation, open_data
 from vitlab.data.source import Data
 from vitlab.device import memory_errors
 from vitlab.errors import UserError
@@ -73,7 +73,8 @@ def open_run_data(recipe: Recipe, spec: str | None) -> Data:
     """The named set, or the run's own, split as the run split it, so that no training image is tested on."""
     try:
         name, seed, subset = spec or recipe.data, recipe.seed, recipe.subset
-        return open_data(name, seed=seed, subset=subset, per_class=recipe.per_class, holdout=recipe.holdout)
+        data = open_data(name, seed=seed, subset=subset, per_class=recipe.per_class, holdout=recipe.holdout)
+        return hold_out_validation(data, recipe.validation if spec is None else 0.0)
     except UserError as error:
         if spec is not None:
             raise
@@ -86,9 +87,9 @@ def draw_figures(history: History, tested: Evaluation | None) -> dict[str, PageF
     if len(history.steps) > 1:
         figures["loss"] = embed_figure(curves.loss_figure(history.steps, history.loss))
         figures["rate"] = embed_figure(curves.rate_figure(history.steps, history.rate))
-    if len(history.test_steps) > 1:
-        tests = history.test_steps, history.accuracy, history.averaged
-        figures["accuracy"] = embed_figure(curves.accuracy_figure(*tests))
+    if len(history.evaluated) > 1:
+        lines = history.evaluated, history.accuracy, history.averaged
+        figures["accuracy"] = embed_figure(curves.accuracy_figure(history.split, *lines))
     if tested is not None:
         figures["calibration"] = embed_figure(scores.calibration_figure(**vars(tested.calibration)))
         if len(tested.names) <= NAMED:

@@ -30,6 +30,7 @@ from vitlab.training.auto import higher, machine, run_seconds
 from vitlab.training.loop import train
 from vitlab.training.recipe import Recipe, difference, override
 from vitlab.training.recipes import find
+from vitlab.training.search import Scores, best_of, try_each
 from vitlab.weights import load
 
 RESULTS = "results.json"
@@ -47,7 +48,7 @@ class Result:
     images: int  # tested
     lr: float
     seconds: float
-    trials: dict[str, float] = field(default_factory=dict)  # learning rate to accuracy on the 200, where tuned
+    trials: Scores = field(default_factory=dict)  # learning rate to accuracy on the 200, where tuned
 
     @property
     def rate(self) -> Rate:
@@ -90,7 +91,7 @@ class Study:
         self.introduce(task, data, number)
         try:
             trials = self.tune(task) if self.rates else {}
-            lr = float(max(trials, key=lambda rate: trials[rate])) if trials else self.recipe.lr
+            lr = float(best_of(trials)) if trials else self.recipe.lr
             folder = self.out / task.name
             report, seconds = self.train(task, data, lr, folder)
         except UserError as error:
@@ -111,19 +112,23 @@ class Study:
             usual = f"{SIZES[BOTH]:,} and {task.tests:,}"
             self.print(f"note: the benchmark has {usual}, so this is not comparable to published numbers")
 
-    def tune(self, task: Task) -> dict[str, float]:
+    def tune(self, task: Task) -> Scores:
         """Train every learning rate on the 800 images and return its accuracy on the 200, by rate as text."""
         data = open_task(self.root, task, tuning=True)
         notes = self.out / task.name / "tuning.json"
-        trials: dict[str, float] = json.loads(notes.read_text()) if notes.is_file() else {}
+        trials: Scores = json.loads(notes.read_text()) if notes.is_file() else {}
         keys = {f"{lr:g}": lr for lr in self.rates}
-        for key, lr in keys.items():
-            if key not in trials:
-                folder = self.out / task.name / f"lr-{key}"
-                trials[key] = self.train(task, data, lr, folder)[0]["accuracy"]
-                write_text(notes, json.dumps(trials) + "\n")
-                shutil.rmtree(folder)
-            self.print(f"{task.name}: learning rate {key}: {trials[key]:.2%} of {len(data.test)} images set aside")
+
+        def run(key: str, folder: Path) -> float:
+            return self.train(task, data, keys[key], folder)[0]["accuracy"]
+
+        def note() -> None:
+            write_text(notes, json.dumps(trials) + "\n")
+            key, score = list(trials.items())[-1]
+            found = "diverged" if score is None else f"{score:.2%} of {len(data.test)} images set aside"
+            self.print(f"{task.name}: learning rate {key}: {found}")
+
+        try_each({key: notes.parent / f"lr-{key}" for key in keys}, trials, run, note)
         return {key: trials[key] for key in keys}
 
     def train(self, task: Task, data: Data, lr: float, folder: Path) -> tuple[dict[str, float], float]:

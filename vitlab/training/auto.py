@@ -179,7 +179,9 @@ def gpu_seconds(recipe: Recipe, c: Cost, data: Data, device: torch.device) -> fl
 def workload(recipe: Recipe, data: Data) -> tuple[int, int]:
     """Images that a run trains on and tests on, with averaged weights twice; a test takes a forward pass alone."""
     seen = count_steps(recipe, len(data.train)) * recipe.batch
-    return seen, evaluations(seen, len(data.test)) * len(data.test) * (2 if recipe.ema else 1)
+    choose = 0 if data.validation is None else len(data.validation)
+    tested = len(data.test) + (evaluations(seen, choose) * choose if choose else 0)
+    return seen, tested * (2 if recipe.ema else 1)
 
 
 def run_seconds(recipe: Recipe, model: Model, data: Data, device: torch.device) -> float:

@@ -65,10 +65,10 @@ def sigmoid_loss(logits: Tensor, targets: Tensor) -> Tensor:
 LOSSES = {"softmax": softmax_loss, "sigmoid": sigmoid_loss}
 
 
-def start_sigmoid(head: nn.Linear | None) -> None:
+def start_sigmoid(head: nn.Linear | None, bias: float = SIGMOID_BIAS) -> None:
     """Initialize the bias of a head so that it begins by answering "no" to every class."""
     if head is not None:
-        nn.init.constant_(head.bias, SIGMOID_BIAS)
+        nn.init.constant_(head.bias, bias)
 
 
 @dataclass(frozen=True)

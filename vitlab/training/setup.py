@@ -13,7 +13,7 @@ from torch import nn
 
 from vitlab.cost import cost
 from vitlab.data.loader import EvalLoader, TrainLoader
-from vitlab.data.open import open_data
+from vitlab.data.open import hold_out_validation, open_data
 from vitlab.data.source import Data
 from vitlab.device import pick_workers
 from vitlab.errors import UserError
@@ -21,6 +21,7 @@ from vitlab.files import atomic_file
 from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig
 from vitlab.models.meta import meta_model
 from vitlab.models.variants import Model, build, create
+from vitlab.models.vit import ViT, lecun_normal
 from vitlab.settings import check_value, from_json, to_json
 from vitlab.text import brief
 from vitlab.training import checkpoint, manifest
@@ -119,14 +120,14 @@ def prepare_run(
     cluster.barrier()  # all have read before the first process writes
     if stored is not None and not resume:
         raise UserError(f"{out} holds a run already; continue it with --resume, or choose another --out")
-    data = data or open_recipe_data(recipe)
+    data = hold_out_validation(data or open_recipe_data(recipe), recipe.validation)
     if stored is not None:
         checkpoint.check_own_files(out)
         if stored.labels != tuple(data.classes):
             counts = f"{len(stored.labels)} classes, and {data.name} has {len(data.classes)}, or other names for them"
             raise UserError(f"the run in {out} has {counts}; continue with the same data")
         cluster.agree(lambda: manifest.check_data(out, data, hashed=recipe.hash_data, accept=accept))
-    recipe = resolve_length(recipe, len(data.train), len(data.test), cluster.world)
+    recipe = resolve_length(recipe, len(data.train), len(data.validation or data.test), cluster.world)
     if stored is not None:
         if (key := difference(recipe, stored.recipe)) is not None:
             advice = "continue it with its own settings, or use a new --out"
@@ -179,13 +180,17 @@ def initial_model(recipe: Recipe, data: Data) -> tuple[Model, Preprocess]:
     if recipe.weights is None:
         classes = 0 if is_masked else len(data.classes)
         model = create(recipe.model, image_size=recipe.image_size, classes=classes, **recipe.model_settings)
+        if recipe.init == "lecun" and isinstance(model, ViT):  # a ResNet's convolutions are drawn so anyway
+            for layer in (model.embed, model.prelogits):
+                if layer is not None:
+                    lecun_normal(layer)
         preprocess = recipe.preprocess or Preprocess()
     else:
         loaded = load(recipe.weights, classes=0 if is_masked else None, image_size=recipe.image_size)
         loaded = loaded if is_masked else choose_head(loaded, recipe, data.classes)
         model, preprocess = with_rates(loaded, recipe), recipe.preprocess or loaded.card.preprocess
     if recipe.objective == "sigmoid" and model.head is not None and not model.head.weight.any():  # a fresh head
-        start_sigmoid(model.head)
+        start_sigmoid(model.head, recipe.head_bias)
     return model, preprocess
 
 
@@ -220,16 +225,16 @@ def write_recipe(setup: RunSetup) -> None:
         file.write(json.dumps(about, indent=1) + "\n")
 
 
-def make_loaders(setup: RunSetup, cluster: Cluster, micro: int) -> tuple[TrainLoader, EvalLoader]:
-    """Loaders of training images, in micro-batches, and of test images."""
+def make_loaders(setup: RunSetup, cluster: Cluster, micro: int) -> tuple[TrainLoader, dict[str, EvalLoader]]:
+    """Loaders of training images, in micro-batches, and of the other splits by name."""
     r, size, preprocess, batch = setup.recipe, setup.config.image_size, setup.preprocess, micro * cluster.world
     workers = pick_workers(cluster.device) if r.workers is None else r.workers
     common: dict[str, Any] = {"workers": workers, "resident": r.resident, **vars(cluster)}  # device, rank and world
-    train = TrainLoader(
-        setup.data.train, size, r.augment, preprocess, batch=batch, seed=r.seed, broken_limit=r.broken_limit, **common
-    )
+    stream: dict[str, Any] = {"batch": batch, "step": r.batch, "seed": r.seed, "broken_limit": r.broken_limit}
+    train = TrainLoader(setup.data.train, size, r.augment, preprocess, **stream, **common)
     batch = min(2 * micro, max(256, TEST_PIXELS // (size[0] * size[1])))  # without gradients, twice as many fit
-    return train, EvalLoader(setup.data.test, size, preprocess, batch=batch, **common)
+    others = {name: source for name, source in setup.data.splits.items() if name != "train"}
+    return train, {name: EvalLoader(source, size, preprocess, batch=batch, **common) for name, source in others.items()}
 
 
 # ---- the micro-batch: as large as fits in memory

@@ -1,4 +1,4 @@
-"""The training step: micro-batches, gradients, the optimizer and averaged weights; and the test between steps.
+"""The training step: micro-batches, gradients, the optimizer and averaged weights; and evaluation between steps.
 
 Everything random is a function of (seed, step), so that a resumed run equals the run that was never interrupted: the
 loader's batches, the model's dropout (its generator is seeded before every micro-batch) and the masks.
@@ -57,7 +57,7 @@ class Trainer:
         self.is_updating = False  # true while the optimizer changes weights
         self.restored = self.restore()
         self.micro = self.restored.micro
-        self.loader, self.test_loader = make_loaders(setup, cluster, self.micro)
+        self.loader, self.eval_loaders = make_loaders(setup, cluster, self.micro)
         self.batches = self.batches_from(self.restored.step)
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Trainer:
         if r.objective == "masked":  # never with a frozen body
             if not isinstance(model, ViT) or not isinstance(config, ViTConfig):
                 raise UserError(f"masked patch prediction needs a transformer, and {r.model} is a ResNet")
-            objective = PatchPrediction(self.setup.preprocess, r.seed, config.grid, config.stride)
+            objective = PatchPrediction(self.setup.preprocess, r.seed, config.grid, config.stride, r.masking)
             return MaskedPatches(model).to(device, dtype), objective
         if r.freeze == "body":
             for name, p in model.named_parameters():
@@ -161,7 +161,7 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         r = self.recipe
-        return learning_rate(step, base=r.lr, steps=self.steps, warmup=r.warmup, decay=r.decay)
+        return learning_rate(step, base=r.lr, steps=self.steps, warmup=r.warmup, decay=r.decay, end=r.lr_end)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.cluster.device.type, torch.bfloat16, enabled=self.bf16)
@@ -214,28 +214,30 @@ class Trainer:
         self.graphed = None
         self.optimizer.zero_grad()
         self.batches = self.batches_from(step)
-        self.test_loader.shrink(2 * self.micro)
+        for loader in self.eval_loaders.values():
+            loader.shrink(2 * self.micro)
         gc.collect()
         torch.cuda.empty_cache()
 
     # ---- between steps
 
-    def evaluate(self) -> dict[str, dict[str, float]]:
-        """Reports on the test set by kind of weights: "test" for the current ones, "ema" for the averaged ones."""
-        reports = {"test": self.measure()}
+    def evaluate(self, split: str) -> dict[str, dict[str, float]]:
+        """Reports on a split: the current weights' under its name, the averaged ones' under "ema"."""
+        reports = {split: self.measure(split)}
         if self.average is not None:
             with self.average.swap_in():
-                reports["ema"] = self.measure()
+                reports["ema"] = self.measure(split)
         return reports
 
     @torch.no_grad()
-    def measure(self) -> dict[str, float]:
-        """The objective's report on the test set, every image counted once over all processes."""
+    def measure(self, split: str) -> dict[str, float]:
+        """The objective's report on a split, every image counted once over all processes."""
         self.module.eval()
-        most = -(-len(self.setup.data.test) // self.cluster.world)  # images of the process that has most
-        passes = -(-most // self.test_loader.batch)
+        loader = self.eval_loaders[split]
+        most = -(-len(loader.source) // self.cluster.world)  # images of the process that has most
+        passes = -(-most // loader.batch)
         module = self.module if self.is_sharded else self.core
-        batches = map(self.cast, self.test_loader.batches())
+        batches = map(self.cast, loader.batches())
         spare = self.cast(blank_batch(self.setup.config.image_size, self.cluster.device))
         # eager: a test set has batches of two sizes, and each would be compiled anew
         with self.autocast(), torch.compiler.set_stance("force_eager"):
