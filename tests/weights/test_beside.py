@@ -1,10 +1,8 @@
 """Preprocessing and class names survive every format: in the file, or in the JSON beside it."""
 
 import dataclasses
-import io
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peers import randomize
-from photos import photos
+from photos import WEIGHTS, pets, photos
 from PIL import Image
 from torch import Tensor
 from torchvision.models import VisionTransformer
@@ -27,7 +25,6 @@ from vitlab.models.variants import Model, build
 from vitlab.weights import convert, load, save
 from vitlab.weights.beside import beside_path
 
-SHARED = Path(os.environ.get("VITLAB_SHARED", Path(__file__).parents[3] / "shared"))
 VIT = ViTConfig((32, 32), patch=8, depth=2, width=64, mlp=80, heads=4, classes=4)  # by its width it would have 1 head
 ODD = Preprocess((0.1, 0.25, 0.4), (0.3, 0.2, 0.6), "bicubic", "crop", 0.95)
 NAMES = ["ant", "bee", "cow", "dög"]
@@ -48,12 +45,16 @@ def probabilities(model: Model | Path, images: list[Image.Image]) -> Tensor:
     return classifier.probabilities(torch.stack([classifier.pixels(image) for image in images]))
 
 
-SIZES = [(32, 32), (16, 64), (48, 32)]  # 16x64 has as many patches as 32x32
-CASES = [(target, size) for target in TARGETS for size in SIZES if size == (32, 32) or target != "torchvision"]
+SHORT: list[tuple[str, tuple[int, int], Any]] = [("transformers", (16, 64), None), ("timm file", (16, 64), None)]
+SHORT += [("google", (48, 32), None), ("torchvision", (32, 32), None)]
+SHORT += [*((target, (32, 32), NAMES) for target in TARGETS)]
+LONG = [(target, size, labels) for target in TARGETS for size in ((16, 64), (48, 32)) for labels in (None, NAMES)]
+LONG = [case for case in LONG if case not in SHORT and case[0] != "torchvision"]  # which has square inputs alone
 
 
-@pytest.mark.parametrize("labels", [None, NAMES], ids=["no labels", "labels"])
-@pytest.mark.parametrize(("target", "size"), CASES)
+@pytest.mark.parametrize(
+    ("target", "size", "labels"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)]
+)
 def test_round_trip(target: str, size: tuple[int, int], labels: Any, tmp_path: Path) -> None:
     name, to, options = TARGETS[target]
     gelu: Any = options.get("gelu", "exact")
@@ -64,39 +65,28 @@ def test_round_trip(target: str, size: tuple[int, int], labels: Any, tmp_path: P
     assert back.config == model.config
     assert back.card.preprocess == ODD
     assert back.card.labels == (None if labels is None else tuple(labels))
-    difference = probabilities(back, photos()) - probabilities(tmp_path / "ours", photos())
+    difference = probabilities(back, photos(5)) - probabilities(tmp_path / "ours", photos(5))
     assert difference.abs().max() <= 1e-6
-
-
-@pytest.fixture(scope="module")
-def pets() -> list[Image.Image]:
-    file = SHARED / "data" / "pets" / "test.parquet"
-    if not file.exists() or not (SHARED / "weights").exists():
-        pytest.skip(f"neither photos nor weights are in {SHARED}; set VITLAB_SHARED to the folder that has them")
-    pq = pytest.importorskip("pyarrow.parquet")
-    column = pq.read_table(file, columns=["image"]).column("image")
-    rows = [column[i].as_py() for i in range(0, len(column), len(column) // 200)][:200]
-    return [Image.open(io.BytesIO(row["bytes"])).convert("RGB") for row in rows]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(224, 224), (160, 224)])
-def test_round_trip_of_real_weights(size: tuple[int, int], pets: list[Image.Image], tmp_path: Path) -> None:
+def test_round_trip_of_real_weights(size: tuple[int, int], tmp_path: Path) -> None:
     """200 photos through every format, with class names and, where the input is not square, without."""
-    file = SHARED / "weights" / "vit_tiny_patch16_224.safetensors"
+    real = pets(200)
     labels = [f"name {i}" for i in range(1000)] if size == (224, 224) else None
     gelus: tuple[Any, ...] = ("exact", "tanh")
     for gelu in gelus:
-        save(load(file, image_size=size, gelu=gelu), tmp_path / gelu, labels=labels)
-    expected = {gelu: probabilities(tmp_path / gelu, pets) for gelu in gelus}
+        save(load(WEIGHTS, image_size=size, gelu=gelu), tmp_path / gelu, labels=labels)
+    expected = {gelu: probabilities(tmp_path / gelu, real) for gelu in gelus}
     for target, (name, to, options) in TARGETS.items():
         if target == "torchvision" and size != (224, 224):
-            continue  # it has square inputs alone, see test_convert.py
+            continue
         gelu, place = options.get("gelu", "exact"), tmp_path / target / name
         convert(tmp_path / gelu, place, to, names=options.get("names"))
         back = load(place)
         assert back.card.labels == (None if labels is None else tuple(labels))
-        assert (probabilities(back, pets) - expected[gelu]).abs().max() <= 1e-6, target
+        assert (probabilities(back, real) - expected[gelu]).abs().max() <= 1e-6, target
 
 
 def test_what_is_beside_is_reported_and_comes_with_the_next_conversion(

@@ -47,8 +47,8 @@ def forward(w: authors.Weights, x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(run(w, x.double().permute(0, 2, 3, 1).numpy())).to(x.dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_load_theirs(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     drawn, size = FILES[name]
     kind = "f4" if dtype == torch.float32 else "f8"
