@@ -266,7 +266,7 @@ def test_a_resnet_shows_its_mistakes_without_attention() -> None:
     torch.nn.init.normal_(model.head.weight)
     images = np.random.default_rng(0).integers(0, 256, (20, 16, 16, 3), dtype=np.uint8)
     source = ArraySource("noise", images, np.arange(20) % 3, ("a", "b", "c"))
-    found = evaluate(model, source, device="cpu", workers=0)
+    found = evaluate(model, source, device="cpu", workers=0, by_position=True)
     seen: list[int] = []
     shown = worst_mistakes(found, model, source, "cpu", seen.append)
     assert len(shown) == min(MOST, int((found.guesses != found.labels).sum())) == len(seen)

@@ -38,7 +38,7 @@ SUFFIX = ".safetensors"
 
 def model_key(model: Model, what: What, half: bool, resize: int | None = None) -> str:
     """Hash everything about a model that its values depend on: weights, settings, preprocessing and precision."""
-    about = [to_json(model.config), to_json(model.card.preprocess), what, "bf16" if half else "full"]
+    about: list[object] = [to_json(model.config), to_json(model.card.preprocess), what, "bf16" if half else "full"]
     about += [] if resize is None else [resize]
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
