@@ -37,7 +37,8 @@ RESULTS = "results.json"
 STEPS = 2500
 CROP = 6 / 7  # of the square's sides: 384 of 448 pixels
 # settings that the study itself fixes; the rest of a recipe is open to key=value
-FIXED = ["model", "data", "weights", "steps", "epochs", "evaluate_every", "objective", "subset", "per_class", "holdout"]
+FIXED = ["model", "data", "weights", "steps", "epochs", "evaluate_every", "objective"]
+FIXED += ["subset", "per_class", "holdout", "validation"]
 
 
 @dataclass(frozen=True)
