@@ -4,6 +4,7 @@ digits                                scikit-learn's digits, built in
 cifar10, cifar100, oxford-pets, flowers102, imagenet:FOLDER      torchvision's sets
 FOLDER                                class folders; or parquet files; or tar shards
 FILE.parquet, "train-{000..009}.tar", "pipe:COMMAND"             the same by file
+FILE.csv                              paths, labels and splits, see csv_file.py
 OWNER/NAME, OWNER/NAME@REVISION       a set on the Hugging Face hub
 """
 
@@ -15,12 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-from vitlab.data import builtin, folder, hub, parquet, shards
+from vitlab.data import builtin, csv_file, folder, hub, parquet, shards
+from vitlab.data.label_sets import LabelSets
 from vitlab.data.rng import HOLDOUT, SUBSET, Ints, Keys, keys
 from vitlab.data.source import Data, ImageSource, Subset
 from vitlab.errors import UserError
 
 log = logging.getLogger("vitlab")
+
+VALIDATION = 0.1  # share of a multi-label set's training images that choose its thresholds
 
 
 def open_data(
@@ -35,7 +39,7 @@ def open_data(
     """
     if not 0 < holdout < 1:
         raise UserError(f"holdout must be above 0 and below 1, not {holdout}")
-    title = Path(spec).name.removesuffix(".parquet").removesuffix(".tar")
+    title = Path(spec).name.removesuffix(".parquet").removesuffix(".tar").removesuffix(".csv")
     splits, preferred = find_splits(spec)
     data = assign_splits(title, splits, preferred or holdout)
     commit = hub.commit_of(next(iter(splits.values())))
@@ -61,6 +65,8 @@ def find_splits(spec: str) -> tuple[Mapping[str, ImageSource], float | None]:
         if any(next(path.glob(pattern), None) for pattern in ("*.parquet", "data/*.parquet", "train*/*.parquet")):
             return parquet.splits(sorted(path.rglob("*.parquet")), path), None
         return (shards.splits(f"{path}/*.tar") if next(path.glob("*.tar"), None) else folder.splits(path)), None
+    if spec.endswith(".csv") and path.is_file():
+        return csv_file.splits(path), None
     if spec.endswith(".parquet"):
         return parquet.splits([Path(file) for file in sorted(glob(str(path)))] or [path], path.parent), None
     if hub.is_id(spec):
@@ -73,8 +79,11 @@ def find_splits(spec: str) -> tuple[Mapping[str, ImageSource], float | None]:
 
 
 def assign_splits(title: str, splits: Mapping[str, ImageSource], holdout: float) -> Data:
-    """A training and a test split from those there are; where there is only one, part of it is held out."""
-    labeled = {k: s for k, s in splits.items() if len(s) == 0 or (s.labels >= 0).any()}
+    """A training and a test split from those there are; where there is only one, part of it is held out.
+
+    The thresholds of a multi-label model are chosen on validation images, so a multi-label set always has some.
+    """
+    labeled = {k: s for k, s in splits.items() if len(s) == 0 or has_labels(s)}
     note = "".join(f"the {k} split has no labels and was left out; " for k in splits if k not in labeled)
     if not labeled:
         raise UserError(f"no split of {title} has labels")
@@ -82,13 +91,33 @@ def assign_splits(title: str, splits: Mapping[str, ImageSource], holdout: float)
     test, validation = labeled.get("test"), labeled.get("validation")
     if test is not None:
         note += "train and test are the set's own" + ("" if validation is None else "; validation is kept aside")
-        return Data(title, train, test, validation, note)
-    if validation is not None:
-        return Data(title, train, validation, None, note + "test is the set's validation split")
-    held, hashed = np.zeros(len(train), bool), keys(0, HOLDOUT, np.arange(len(train)))
-    held[pick_per_class(train.labels, lambda count: holdout_size(count, holdout), hashed)] = True
-    note += f"test is {holdout:.0%} of the images, held out class by class"
-    return Data(title, Subset(train, np.flatnonzero(~held)), Subset(train, np.flatnonzero(held)), None, note)
+    elif validation is not None:
+        test, validation, note = validation, None, note + "test is the set's validation split"
+    else:
+        train, test = split_off(train, holdout)
+        note += f"test is {holdout:.0%} of the images, held out class by class"
+    if validation is None and train.label_sets is not None:
+        rest, held = split_off(train, VALIDATION)
+        if len(held):  # not where every class has a single image
+            train, validation = rest, held
+            note += f"; validation is {VALIDATION:.0%} of the training images, held out to choose thresholds"
+    return Data(title, train, test, validation, note)
+
+
+def has_labels(source: ImageSource) -> bool:
+    return bool(len(source.truth.numbers) if isinstance(source.truth, LabelSets) else (source.truth >= 0).any())
+
+
+def split_off(source: ImageSource, share: float) -> tuple[ImageSource, ImageSource]:
+    """The images without a share of each class, and that share."""
+    held, hashed = np.zeros(len(source), bool), keys(0, HOLDOUT, np.arange(len(source)))
+    held[pick_per_class(strata(source), lambda count: holdout_size(count, share), hashed)] = True
+    return Subset(source, np.flatnonzero(~held)), Subset(source, np.flatnonzero(held))
+
+
+def strata(source: ImageSource) -> Ints:
+    """The class by which each image is drawn, (n,): its label, or the rarest of several."""
+    return source.truth.rarest if isinstance(source.truth, LabelSets) else source.truth
 
 
 def holdout_size(count: int, share: float) -> int:
@@ -104,11 +133,13 @@ def subset_indices(source: ImageSource, seed: int, subset: float | None, per_cla
     if subset is not None:
         if not 0 < subset <= 1:
             raise UserError(f"subset must be above 0 and at most 1, not {subset}")
-        return pick_per_class(source.labels, lambda count: max(1, round(count * subset)), hashed)
+        return pick_per_class(strata(source), lambda count: max(1, round(count * subset)), hashed)
     if per_class is None:
         return None
     if per_class < 1:
         raise UserError(f"per_class must be at least 1, not {per_class}")
+    if source.label_sets is not None:
+        raise UserError("per_class counts images of one label each, and this set is multi-label; use subset")
     short = int((np.bincount(source.labels) < per_class).sum())
     if short:
         log.warning("%d classes have fewer than %d training images; all of them are used", short, per_class)
@@ -134,10 +165,13 @@ def check_split(source: ImageSource, spec: str, split: str) -> None:
             f"'{spec}' has only the class '{''.join(source.classes)}'; a classifier needs two or more, "
             "each in a folder of its own"
         )
-    wrong = np.flatnonzero((source.labels < 0) | (source.labels >= count))
+    sets = source.label_sets
+    numbers = source.labels if sets is None else sets.numbers
+    wrong = np.flatnonzero((numbers < 0) | (numbers >= count))
     if len(wrong):
         first = int(wrong[0])
+        image = first if sets is None else int(sets.rows[first])
         raise UserError(
-            f"{source.name(first)} has the label {source.labels[first]}, outside 0 to {count - 1} (in '{spec}'); "
-            "fix the label or the list of classes"
+            f"{source.name(image)} has the label {numbers[first]}, outside 0 to "
+            f"{count - 1} (in '{spec}'); fix the label or the list of classes"
         )
