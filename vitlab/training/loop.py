@@ -102,7 +102,7 @@ class Run:
                     self.save(wait=bool(end or stop))
                 if stop and not end:
                     raise self.stopped(stop)
-            self.saver.save_final(self.trainer.final_weights())
+            self.saver.save_final(self.trainer.final_weights(), self.trainer.thresholds())
             self.report = self.report or last_report(self.trainer.setup.out / LOG)  # resumed after its last step
 
     def stop_signal(self) -> int:
@@ -134,11 +134,11 @@ class Run:
             raise self.stopped(self.signals.number) from None
         self.tested = True
         self.report = reports.get("ema", reports["test"])
-        self.recorder.add_test(self.done, reports, self.report["accuracy"])
+        self.recorder.add_test(self.done, reports, self.report)
         score = self.trainer.objective.score(self.report)
         if self.best is None or score > self.best:
             self.best = score
-            self.saver.save_best(self.trainer.final_weights())
+            self.saver.save_best(self.trainer.final_weights(), self.trainer.thresholds())
         self.recorder.restart_clock()
 
     def save(self, wait: bool) -> None:

@@ -95,10 +95,10 @@ class Recorder:
         self.write({"speed": record})
         self.bar.update(step, **shown)
 
-    def add_test(self, step: int, reports: dict[str, dict[str, float]], accuracy: float) -> None:
-        """Log the reports of a test, and show its accuracy."""
+    def add_test(self, step: int, reports: dict[str, dict[str, float]], shown: dict[str, float]) -> None:
+        """Log the reports of a test, and show the accuracy, or mean average precision, of one."""
         self.write({"step": step, **reports})
-        self.bar.update(step, accuracy=f"{accuracy:.2%}")
+        self.bar.update(step, **{key: f"{shown[key]:.2%}" for key in ("accuracy", "map") if key in shown})
 
     def write(self, record: dict[str, Any]) -> None:
         if self.log is not None:

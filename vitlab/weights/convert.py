@@ -54,5 +54,7 @@ def convert(
     checkpoint = read_checkpoint(source, from_json(FormatDefaults, settings), format=format, image_size=size)
     if size not in (None, checkpoint.config.image_size):
         raise UserError(f"convert does not resample positions; load {source} with image_size={size} and save that")
+    if checkpoint.card.thresholds is not None and to != "vitlab":
+        raise UserError(f"{source} is a multi-label model, which a {to} checkpoint cannot say; export it, or save it")
     with atomic_path(path, folder) as new:
         FORMATS[to].write(checkpoint.config, checkpoint.tensors, checkpoint.card, new)

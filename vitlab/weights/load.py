@@ -191,7 +191,7 @@ def replace_head(checkpoint: Checkpoint, classes: int) -> Checkpoint:
         tensors |= {"head.weight": zeros(classes, width), "head.bias": zeros(classes)}
     removed = f"the head of {old.classes} classes" + (" and its pre-logits layer" if len(drop) > 1 else "")
     log.info("%s: %s", "replaced by zeros" if classes else "left out", removed)
-    return Checkpoint(config, tensors, dataclasses.replace(checkpoint.card, labels=None))
+    return Checkpoint(config, tensors, dataclasses.replace(checkpoint.card, labels=None, thresholds=None))
 
 
 def unify_dtype(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
