@@ -27,7 +27,7 @@ from vitlab.training.setup import initial_model
 from vitlab.weights import load
 
 CPU = torch.device("cpu")
-RECIPE = change(SMALL, data="two digits", objective="sigmoid", image_size=(20, 20), model="Ti/4", ema=0.0)
+RECIPE = change(SMALL, data="two digits", objective="sigmoid", image_size=(8, 16), model="Ti/4", ema=0.0)
 
 
 def run(out: Path, resume: bool = False, **changes: Any) -> TrainResult:
@@ -41,7 +41,7 @@ def run(out: Path, resume: bool = False, **changes: Any) -> TrainResult:
 def test_mixed_targets_are_blends_of_multi_hot_labels(resident: bool) -> None:
     images = source(16, "train")
     augment = Augment(mixup=0.5, label_smoothing=0.1)
-    loader = TrainLoader(images, (20, 20), augment, Preprocess(), batch=16, resident=resident)
+    loader = TrainLoader(images, (8, 16), augment, Preprocess(), batch=16, resident=resident)
     batch = next(loader.batches())
     assert images.label_sets is not None
     hot = torch.from_numpy(images.label_sets.multi_hot(10))[batch.index]
@@ -63,7 +63,7 @@ def test_one_label_each_gives_the_targets_of_a_single_label_set() -> None:
     plain = ArraySource("plain", several.pixels, first, several.classes)
     one = ArraySource("one", several.pixels, sets_of([[int(k)] for k in first]), several.classes)
     augment = Augment(mixup=0.3, cutmix=0.5, label_smoothing=0.1)
-    batches = [next(TrainLoader(s, (20, 20), augment, Preprocess(), batch=12).batches()) for s in (plain, one)]
+    batches = [next(TrainLoader(s, (8, 16), augment, Preprocess(), batch=12).batches()) for s in (plain, one)]
     assert torch.equal(batches[0].targets, batches[1].targets)
     assert torch.equal(batches[0].images, batches[1].images)
 
@@ -74,9 +74,9 @@ def test_one_label_each_gives_the_targets_of_a_single_label_set() -> None:
 def test_test_report_is_scikit_learns() -> None:
     torch.manual_seed(0)
     images = source(61, "test")
-    model = nn.Sequential(nn.Flatten(), nn.Linear(1200, 10))
-    batches = list(EvalLoader(images, (20, 20), Preprocess(), batch=16).batches())
-    objective, spare = MultiLabel(), blank_batch((20, 20), CPU, 10)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(384, 10))
+    batches = list(EvalLoader(images, (8, 16), Preprocess(), batch=16).batches())
+    objective, spare = MultiLabel(), blank_batch((8, 16), CPU, 10)
     report = objective.report(measure_sums(objective, model, batches, spare, Cluster(CPU), passes=6))
     logits = torch.cat([model(batch.images) for batch in batches]).detach()
     assert images.label_sets is not None
@@ -92,7 +92,7 @@ def test_the_head_starts_at_the_frequency_of_its_classes() -> None:
     assert model.head is not None
     assert isinstance(data.train, ArraySource)
     share = (data.train.class_counts() + 1) / (len(data.train) + 2)
-    found = model.eval()(torch.randn(2, 3, 20, 20)).sigmoid().detach().numpy()
+    found = model.eval()(torch.randn(2, 3, 8, 16)).sigmoid().detach().numpy()
     assert np.abs(found - share).max() < 1e-6
 
 
@@ -131,7 +131,7 @@ def test_a_run_resumes_to_the_bit_and_keeps_thresholds_chosen_on_validation_imag
     assert model.card.thresholds is not None
     assert data.validation is not None
     assert data.validation.label_sets is not None
-    batch = next(EvalLoader(data.validation, (20, 20), model.card.preprocess, batch=64).batches())
+    batch = next(EvalLoader(data.validation, (8, 16), model.card.preprocess, batch=64).batches())
     odds = torch.round(model(batch.images).double() * 8).detach() / 8
     cut = np.log(np.divide(model.card.thresholds, 1 - np.array(model.card.thresholds)))
     truth = data.validation.label_sets.multi_hot(10)

@@ -13,27 +13,25 @@ from PIL import Image
 from vitlab.data.label_sets import sets_of
 from vitlab.data.source import ArraySource, Data
 
-SIDE = 20
 NAMES = tuple("0123456789")
 Pictures = tuple[NDArray[np.uint8], list[list[int]]]
 
 
 @functools.cache
 def draw(count: int, part: str, seed: int = 0) -> Pictures:
-    """Pictures (count, 20, 20, 3) of two different digits side by side; each part has handwriting of its own."""
+    """Pictures (count, 8, 16, 3) of two different digits side by side; each part has handwriting of its own."""
     from sklearn.datasets import load_digits
 
     digits, random = load_digits(), np.random.default_rng([seed, len(part)])
     own = {"train": slice(0, 1300), "test": slice(1300, 1797)}[part]
     images, labels = np.round(digits.images[own] * (255 / 16)).astype(np.uint8), digits.target[own]
-    pixels, rows = np.zeros((count, SIDE, SIDE), np.uint8), []
+    pixels, rows = np.zeros((count, 8, 16), np.uint8), []
     for i in range(count):
         row: list[int] = []
         while len(row) < 2:
             chosen = int(random.integers(len(labels)))
             if labels[chosen] not in row:
-                x, y = 10 * len(row) + random.integers(0, 3), random.integers(0, 13)
-                pixels[i, y : y + 8, x : x + 8] = images[chosen]
+                pixels[i, :, 8 * len(row) : 8 * len(row) + 8] = images[chosen]
                 row.append(int(labels[chosen]))
         rows.append(row)
     return np.repeat(pixels[..., None], 3, 3), rows
