@@ -105,21 +105,21 @@ def test_softmax_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_resumes_to_the_bit_and_keeps_thresholds_chosen_on_validation_images(tmp_path: Path) -> None:
-    run(tmp_path / "all", steps=8)
+    run(tmp_path / "all", steps=6, evaluate_every=6)
     calls = iter(range(100))
 
     class Interrupt(Exception):
         pass
 
     def stop(*_: object) -> None:
-        if next(calls) == 5:
+        if next(calls) == 4:
             raise Interrupt
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vitlab.training.recorder.Recorder.add_step", stop)
         with pytest.raises(Interrupt):
-            run(tmp_path / "two", steps=8)
-    run(tmp_path / "two", steps=8, resume=True)
+            run(tmp_path / "two", steps=6, evaluate_every=6)
+    run(tmp_path / "two", steps=6, evaluate_every=6, resume=True)
     assert (tmp_path / "all" / "model.safetensors").read_bytes() == (
         tmp_path / "two" / "model.safetensors"
     ).read_bytes()
@@ -151,3 +151,19 @@ def test_thresholds_of_unknown_origin_are_checked(tmp_path: Path) -> None:
             load(tmp_path / "run")
     config.write_text(json.dumps(known))
     assert load(tmp_path / "run", classes=4).card.thresholds is None
+
+
+@pytest.mark.slow
+def test_the_report_has_average_precision_and_thresholds_by_class(tmp_path: Path) -> None:
+    from vitlab.evaluation.evaluate import evaluate_sets
+    from vitlab.report import write_report
+
+    run(tmp_path / "run", steps=4, warmup=0, evaluate_every=2)
+    page = write_report(tmp_path / "run", few(), device="cpu").read_text()
+    scores = evaluate_sets(load(tmp_path / "run"), few().test, device="cpu")
+    assert f"{100 * scores.mean_precision:.1f}" in page
+    assert "confus" not in page.partition("<main>")[2]
+    for row in scores.class_table():
+        cells = f"<td>{row['class']}</td><td>{row['images']}</td><td>{row['average_precision']:.1%}</td>"
+        assert cells in page
+        assert f"<td>{row['threshold']:.1%}</td>" in page

@@ -30,10 +30,10 @@ def loss_figure(steps: Ints, loss: Floats) -> "Figure":
     return figure
 
 
-def accuracy_figure(steps: Ints, raw: Floats, averaged: Floats | None = None) -> "Figure":
+def accuracy_figure(steps: Ints, raw: Floats, averaged: Floats | None = None, title: str = "test accuracy") -> "Figure":
     """Draw the test accuracy (T,) of the current weights and, where there are any, of the averaged weights."""
     with drawing():
-        figure, axes = panel(steps, "test accuracy")
+        figure, axes = panel(steps, title)
         axes.plot(steps, 100 * raw, color=COLORS[1], marker="o", markersize=3.5, label="current weights")
         shown = raw
         if averaged is not None:

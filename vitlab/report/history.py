@@ -31,8 +31,9 @@ class History:
     loss: Floats  # (S,)
     rate: Floats  # (S,)
     test_steps: Ints  # (T,)
-    accuracy: Floats  # (T,) on the test set
-    averaged: Floats | None  # (T,) on the test set, with averaged weights
+    metric: str  # of the tests: accuracy, or map (mean average precision) on a multi-label set
+    accuracy: Floats  # (T,) that on the test set
+    averaged: Floats | None  # (T,) the same with averaged weights
     seconds: float  # spent on training steps alone, without tests
     speed: float  # images a second, the median; 0 where nothing was logged
 
@@ -59,13 +60,15 @@ def parse_history(stored: StoredRun, records: list[dict[str, Any]]) -> History:
     tests = [record for record in records if "test" in record]
     speeds = [record_field(record, "speed") for record in records if "speed" in record]
     averaged = all("ema" in record for record in tests) and tests
+    metric = "map" if tests and "map" in record_field(tests[0], "test") else "accuracy"
     return History(
         stored.recipe,
         stored.images,
         *(column(steps, "step", np.int64), column(steps, "loss"), column(steps, "lr")),
         column(tests, "step", np.int64),
-        column([record_field(record, "test") for record in tests], "accuracy"),
-        column([record_field(record, "ema") for record in tests], "accuracy") if averaged else None,
+        metric,
+        column([record_field(record, "test") for record in tests], metric),
+        column([record_field(record, "ema") for record in tests], metric) if averaged else None,
         training_seconds(speeds, stored.recipe.batch),
         float(np.median(column(speeds, "images_per_second"))) if speeds else 0.0,
     )
