@@ -151,6 +151,7 @@ def test_what_needs_one_label_says_so(tmp_path: Path) -> None:
         ("file,labels,split\na.png,cat;dog,exam\n", "exam"),
         ("file,labels\na.png\n", "fewer columns"),
         ("file,labels\n", "names no images"),
+        ("file,labels\na\0.png,cat;dog\n", "no such file"),
         ("file,labels\na.png,1;-3\n", "label -3"),
         ("file,labels\na.png,1;999999999\n", "class number"),
     ],
@@ -194,3 +195,11 @@ def test_class_names_of_lists_from_the_hub() -> None:
     for broken in ([], "names", {"feature": [names]}, {"names": 3}):
         metadata = {b"huggingface": json.dumps({"info": {"features": {"label": broken}}}).encode()}
         assert class_names(metadata, "label")[0] == []
+
+
+def test_a_csv_that_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no file"):
+        open_data(str(tmp_path / "none.csv"))
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(UserError, match="no images"):
+        open_data(str(tmp_path / "folder.csv"))  # a folder is what its content is, whatever its name

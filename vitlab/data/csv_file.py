@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitlab.data.folder import FileSource, is_special
+from vitlab.data.folder import FileSource
 from vitlab.data.label_sets import sets_of
 from vitlab.data.labels import MAX_LABEL_LENGTH, number_words
 from vitlab.data.split_names import SPLIT_NAMES
@@ -37,7 +37,9 @@ class Row:
 
 
 def splits(path: Path) -> dict[str, FileSource]:
-    """The splits of a CSV file; class names are numbered by classes.txt beside it where labels are numbers."""
+    """The splits of a CSV file; a classes.txt beside it may name the classes of numbers."""
+    if not path.is_file():
+        raise UserError(f"'{path}' is not a file" if path.exists() else f"there is no file '{path}'")
     try:
         rows = list(read_rows(path))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -86,8 +88,7 @@ def find_column(path: Path, heading: list[str], names: tuple[str, ...]) -> int:
 
 def check_row(path: Path, line: int, name: str, labels: list[str], split: str) -> None:
     where = f"line {line} of '{path}'"
-    file = path.parent / name
-    if is_special(str(file)) or not file.is_file():
+    if not (path.parent / name).is_file():  # nor a pipe or a device
         raise UserError(f"{where} names '{name}', and there is no such file; paths are relative to the CSV file")
     if "" in labels or max(map(len, labels), default=0) > MAX_LABEL_LENGTH:
         raise UserError(f"{where} has a label that is empty or longer than {MAX_LABEL_LENGTH} characters")

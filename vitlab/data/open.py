@@ -65,7 +65,7 @@ def find_splits(spec: str) -> tuple[Mapping[str, ImageSource], float | None]:
         if any(next(path.glob(pattern), None) for pattern in ("*.parquet", "data/*.parquet", "train*/*.parquet")):
             return parquet.splits(sorted(path.rglob("*.parquet")), path), None
         return (shards.splits(f"{path}/*.tar") if next(path.glob("*.tar"), None) else folder.splits(path)), None
-    if spec.endswith(".csv") and path.is_file():
+    if spec.endswith(".csv"):
         return csv_file.splits(path), None
     if spec.endswith(".parquet"):
         return parquet.splits([Path(file) for file in sorted(glob(str(path)))] or [path], path.parent), None
