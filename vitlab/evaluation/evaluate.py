@@ -86,7 +86,8 @@ def evaluate_sets(
     if thresholds is None:
         raise UserError("the set is multi-label and this model is not; fine-tune it on such a set first")
     match = match_classes(labels or model.card.labels, count, source.classes)
-    sets = source.label_sets or make_sets(source.labels, np.ones(len(source), np.int64))
+    sets = source.label_sets
+    sets = make_sets(source.labels, np.ones(len(source), np.int64)) if sets is None else sets
     truth, known = np.zeros((len(source), count), bool), np.zeros(count, bool)
     truth[sets.rows, match.place[sets.numbers]] = True
     known[match.place] = True
