@@ -60,7 +60,7 @@ def test_evaluation_is_scikit_learns(run: Path, pixels: NDArray[np.uint8], tmp_p
     source = ArraySource("set", pixels, sets_of(rows), NAMES[:4])
     model, values = vitlab.load(run), expected(run, pixels)
     result = evaluate_sets(model, source, device="cpu", workers=0)
-    truth, guesses = sets_of(rows).multi_hot(4), (values >= np.float32(THRESHOLDS))[:, :4]
+    truth, guesses = sets_of(rows).multi_hot(4), (values >= np.array(THRESHOLDS, np.float32))[:, :4]
     scores = result.overall()
     assert scores["map"] == pytest.approx(average_precision_score(truth, values[:, :4]), abs=1e-6)
     assert scores["f1_micro"] == pytest.approx(f1_score(truth, guesses, average="micro"), abs=1e-9)

@@ -192,7 +192,8 @@ def test_class_names_of_lists_from_the_hub() -> None:
         metadata = {b"huggingface": json.dumps({"info": {"features": {"label": feature}}}).encode()}
         assert class_names(metadata, "label") == (["ant", "bee"], "")
         assert class_names(metadata, "other") == ([], "")
-    for broken in ([], "names", {"feature": [names]}, {"names": 3}):
+    wrong: list[object] = [[], "names", {"feature": [names]}, {"names": 3}]
+    for broken in wrong:
         metadata = {b"huggingface": json.dumps({"info": {"features": {"label": broken}}}).encode()}
         assert class_names(metadata, "label")[0] == []
 

@@ -81,7 +81,7 @@ class FlatCopyWriter:
                 self.labels.append(self.to_numbers(self.flatten(batch.column(self.label))))
                 self.check_rows(len(self.offset))
         about = np.frombuffer(json.dumps({"names": names, "words": list(self.words)}).encode(), np.uint8)
-        arrays = {"label": np.concatenate([np.zeros(0, np.int64), *self.labels])}
+        arrays: dict[str, Any] = {"label": np.concatenate([np.zeros(0, np.int64), *self.labels])}
         if self.counts is not None:
             arrays["labels"] = np.concatenate([np.zeros(0, np.int64), *self.counts])
         with open(f"{self.copy}.npz", "wb") as index:

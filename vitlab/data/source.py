@@ -90,8 +90,8 @@ class Data:
 class ArraySource(ImageSource):
     """Images held as one array (n, height, width, 3) of uint8."""
 
-    def __init__(self, title: str, pixels: NDArray[np.uint8], labels: Ints, classes: tuple[str, ...]) -> None:
-        super().__init__(labels, classes)
+    def __init__(self, title: str, pixels: NDArray[np.uint8], truth: Truth, classes: tuple[str, ...]) -> None:
+        super().__init__(truth, classes)
         self.title, self.pixels = title, pixels
 
     def name(self, index: int) -> str:

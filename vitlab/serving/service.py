@@ -107,7 +107,7 @@ class Service:
     def top_classes(self, row: Tensor, k: int | None) -> list[dict[str, Any]]:
         """The k most probable classes; None: five, and of a multi-label model those that reach their thresholds."""
         limits, labels = self.classifier.thresholds, self.classifier.labels
-        classes = [
+        classes: list[dict[str, Any]] = [
             {"index": index, "name": labels[index], "probability": value}
             for index, value in zip(*self.classifier.top_classes(row[None], k)[0], strict=True)
         ]
