@@ -170,7 +170,7 @@ def test_no_piece_of_another_is_used(
     framed = tiny()
     framed.card = Card(preprocess=Preprocess(crop=1.0))
     relabelled = Counted()
-    relabelled.labels = (relabelled.labels + 1) % 4
+    relabelled.truth = (relabelled.labels + 1) % 4
     cases: list[tuple[Model, ArraySource | Subset, dict[str, str]]] = [
         (tiny(1), source, {}),
         (tiny(gelu="tanh"), source, {}),

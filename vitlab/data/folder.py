@@ -11,6 +11,7 @@ from PIL import Image
 
 from vitlab.data.decoder import DecodeHint
 from vitlab.data.images import EXTENSIONS, decode
+from vitlab.data.label_sets import Truth
 from vitlab.data.labels import sort_classes
 from vitlab.data.source import ImageSource
 from vitlab.data.split_names import SPLIT_NAMES
@@ -23,8 +24,8 @@ log = logging.getLogger("vitlab")
 class FileSource(ImageSource):
     """Image files by path; the paths are one array of bytes, which workers share without copying."""
 
-    def __init__(self, root: Path, paths: list[str], labels: list[int], classes: tuple[str, ...]) -> None:
-        super().__init__(np.array(labels, np.int64), classes)
+    def __init__(self, root: Path, paths: list[str], truth: list[int] | Truth, classes: tuple[str, ...]) -> None:
+        super().__init__(np.array(truth, np.int64) if isinstance(truth, list) else truth, classes)
         self.root, self.paths = root, np.array([os.fsencode(path) for path in paths], np.bytes_)
 
     def name(self, index: int) -> str:

@@ -9,13 +9,15 @@ from typing import Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from vitlab.data.label_sets import make_sets
 from vitlab.data.open import check_split, find_splits, make_data
 from vitlab.data.rng import Ints
 from vitlab.data.source import ImageSource
 from vitlab.errors import UserError
 from vitlab.evaluation.classes import Names, imagenet_order, match_classes
-from vitlab.evaluation.extract import ExtractOptions, extract
+from vitlab.evaluation.extract import ExtractOptions, extract_values
 from vitlab.evaluation.imagenet import CLASSES
+from vitlab.evaluation.multi_result import MultiEvaluation, score_sets
 from vitlab.evaluation.piece_cache import Values
 from vitlab.evaluation.real import Lists, image_numbers, score_real
 from vitlab.evaluation.result import Evaluation
@@ -70,14 +72,40 @@ def evaluate(
     count = model.config.classes
     if count == 0:
         raise UserError("this model has no head, so it names no classes; fine-tune it first, or use fewshot or probe")
+    if source.label_sets is not None or model.card.thresholds is not None:
+        raise UserError("evaluate() is for one label per image, as the model and the set have; use evaluate_sets()")
     names = labels or model.card.labels
     match = match_classes(names, count, source.classes, by_position=by_position)
     files = tuple(source.name(i) for i in range(len(source)))
     if real is not None:
         check_real(names, count)
     lists = None if real is None else (real, image_numbers(files, len(real)))
-    logits = extract(model, source, what="logits", keep=keep, title="evaluating", **options)
-    return score(logits.values, match.place[source.labels], match.names, match.note, files, lists)
+    logits = extract_values(model, source, what="logits", keep=keep, title="evaluating", **options)
+    return score(logits, match.place[source.labels], match.names, match.note, files, lists)
+
+
+def evaluate_sets(
+    model: Model,
+    source: ImageSource,
+    *,
+    labels: Names | None = None,
+    by_position: bool = False,
+    keep: Path | None = None,
+    **options: Unpack[ExtractOptions],
+) -> MultiEvaluation:
+    """Score a multi-label model on every image of a source, whose images may also have one label each."""
+    count, thresholds = model.config.classes, model.card.thresholds
+    if thresholds is None:
+        raise UserError("the set is multi-label and this model is not; fine-tune it on such a set first")
+    match = match_classes(labels or model.card.labels, count, source.classes, by_position=by_position)
+    sets = source.label_sets
+    sets = make_sets(source.labels, np.ones(len(source), np.int64)) if sets is None else sets
+    truth, known = np.zeros((len(source), count), bool), np.zeros(count, bool)
+    truth[sets.rows, match.place[sets.numbers]] = True
+    known[match.place] = True
+    files = tuple(source.name(i) for i in range(len(source)))
+    logits = extract_values(model, source, what="logits", keep=keep, title="evaluating", **options)
+    return score_sets(logits, truth, known, thresholds, match.names, match.note, files)
 
 
 def check_real(labels: Names | None, count: int) -> None:

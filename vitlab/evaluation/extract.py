@@ -66,7 +66,25 @@ def extract(
     keep: Path | None = None,
     title: str = "features",
 ) -> Features:
-    """Compute the features or logits of every image once, in the source's order, with a progress bar.
+    """Compute the features of every image, see `extract_values`; the source must have one label for each."""
+    labels = source.labels
+    options: ExtractOptions = {"batch": batch, "workers": workers, "device": device, "resize": resize}
+    return Features(extract_values(model, source, what=what, keep=keep, title=title, **options), labels)
+
+
+def extract_values(
+    model: Model,
+    source: ImageSource,
+    *,
+    what: What = "features",
+    batch: int | None = None,
+    workers: int | None = None,
+    device: str = "auto",
+    resize: int | None = None,
+    keep: Path | None = None,
+    title: str = "features",
+) -> Values:
+    """Compute the features or logits of every image once, (n, D) in the source's order, with a progress bar.
 
     `keep` is a folder for finished pieces, from which an interrupted extraction resumes; None keeps nothing. The
     result takes n·D·4 bytes of memory (3.9 GB for ImageNet's 1.28 million images at D = 768), the computation no more
@@ -105,7 +123,7 @@ def extract(
                         advance(len(rows))
                     if cache is not None:
                         cache.write(span, values)
-    return Features(values, source.labels)
+    return values
 
 
 def check_extract(model: Model, source: ImageSource, what: What, batch: int) -> None:

@@ -69,7 +69,7 @@ class PieceCache:
 
         Where names are not files, the pixels of the first image are hashed instead.
         """
-        digest = hashlib.sha256(self.source.labels[span.start : span.stop].tobytes())
+        digest = hashlib.sha256(self.source.truth[span.start : span.stop].tobytes())
         files = True
         for index in span:
             name = self.source.name(index)

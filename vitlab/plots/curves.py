@@ -30,10 +30,10 @@ def loss_figure(steps: Ints, loss: Floats) -> "Figure":
     return figure
 
 
-def accuracy_figure(split: str, steps: Ints, raw: Floats, averaged: Floats | None = None) -> "Figure":
+def accuracy_figure(title: str, steps: Ints, raw: Floats, averaged: Floats | None = None) -> "Figure":
     """Draw the accuracy (T,) on a split of the current weights and, where there are any, of the averaged weights."""
     with drawing():
-        figure, axes = panel(steps, f"{split} accuracy")
+        figure, axes = panel(steps, title)
         axes.plot(steps, 100 * raw, color=COLORS[1], marker="o", markersize=3.5, label="current weights")
         shown = raw
         if averaged is not None:

@@ -32,7 +32,8 @@ class History:
     rate: Floats  # (S,)
     split: str  # that was evaluated between steps: "validation", or "test" in runs of earlier versions
     evaluated: Ints  # (T,) steps
-    accuracy: Floats  # (T,) on that split
+    metric: str  # of the evaluations: accuracy, or map (mean average precision) on a multi-label set
+    accuracy: Floats  # (T,) that on the split
     averaged: Floats | None  # (T,) likewise, with averaged weights
     seconds: float  # spent on training steps alone, without tests
     speed: float  # images a second, the median; 0 where nothing was logged
@@ -61,14 +62,16 @@ def parse_history(stored: StoredRun, records: list[dict[str, Any]]) -> History:
     tests = [record for record in records if split in record]
     speeds = [record_field(record, "speed") for record in records if "speed" in record]
     averaged = all("ema" in record for record in tests) and tests
+    metric = "map" if tests and "map" in record_field(tests[0], split) else "accuracy"
     return History(
         stored.recipe,
         stored.images,
         *(column(steps, "step", np.int64), column(steps, "loss"), column(steps, "lr")),
         split,
         column(tests, "step", np.int64),
-        column([record_field(record, split) for record in tests], "accuracy"),
-        column([record_field(record, "ema") for record in tests], "accuracy") if averaged else None,
+        metric,
+        column([record_field(record, split) for record in tests], metric),
+        column([record_field(record, "ema") for record in tests], metric) if averaged else None,
         training_seconds(speeds, stored.recipe.batch),
         float(np.median(column(speeds, "images_per_second"))) if speeds else 0.0,
     )

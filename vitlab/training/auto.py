@@ -60,11 +60,11 @@ def finetune_recipe(spec: str, start: str | None, pairs: list[str]) -> FinetuneP
     device = pick_device(asked.device)
     weights, model, warnings = find_weights(asked.weights or start, device)
     if model is None:
-        recipe, why = from_scratch(data, spec)
+        recipe, why = for_labels(data, *from_scratch(data, spec))
         recipe = override(recipe, pairs)
         model = create(recipe.model, classes=len(data.classes), image_size=recipe.image_size, **recipe.model_settings)
     else:
-        recipe, why = from_weights(data, spec, weights, model, device)
+        recipe, why = for_labels(data, *from_weights(data, spec, weights, model, device))
         recipe = override(recipe, pairs)
         model.resize(recipe.image_size)
     recipe = fit_length(recipe, model, data, device, pairs)
@@ -128,6 +128,13 @@ def from_scratch(data: Data, spec: str) -> tuple[Recipe, str]:
         preprocess=Preprocess(crop=1.0),
     )
     return recipe, f"a small model, AdamW, batch {recipe.batch}, lr {recipe.lr:g}, cosine, Mixup, label smoothing"
+
+
+def for_labels(data: Data, recipe: Recipe, why: str) -> tuple[Recipe, str]:
+    """The recipe with a sigmoid for each class where images have any number of labels."""
+    if not data.is_multi_label:
+        return recipe, why
+    return change(recipe, objective="sigmoid"), f"{why}; a sigmoid for each class, as the set is multi-label"
 
 
 def fit_length(recipe: Recipe, model: Model, data: Data, device: torch.device, pairs: list[str]) -> Recipe:

@@ -107,7 +107,7 @@ class Run:
                     self.save(wait=bool(end or stop))
                 if stop and not end:
                     raise self.stopped(stop)
-            self.saver.save_final(self.trainer.final_weights())
+            self.saver.save_final(self.trainer.final_weights(), self.trainer.thresholds())
             self.report = self.report or last_report(self.trainer.setup.out / LOG)  # resumed after its last step
 
     def stop_signal(self) -> int:
@@ -143,7 +143,7 @@ class Run:
         self.tested = True
         for name, each in reports.items():
             report = each.get("ema", each[name])
-            self.recorder.add_evaluation(self.done, each, report["accuracy"])
+            self.recorder.add_evaluation(self.done, each, report)
             if name == "test":
                 self.report = report
             else:
@@ -154,7 +154,7 @@ class Run:
         """Save the model as the best one, if its score on the validation split is."""
         if self.best is None or score > self.best:
             self.best = score
-            self.saver.save_best(self.trainer.final_weights())
+            self.saver.save_best(self.trainer.final_weights(), self.trainer.thresholds())
 
     def save(self, wait: bool) -> None:
         """Save all that is needed to resume at this step, the length of the log included."""

@@ -100,10 +100,10 @@ class Recorder:
         self.write({"speed": record})
         self.bar.update(step, **shown)
 
-    def add_evaluation(self, step: int, reports: dict[str, dict[str, float]], accuracy: float) -> None:
-        """Log the reports on a split, and show their accuracy."""
+    def add_evaluation(self, step: int, reports: dict[str, dict[str, float]], shown: dict[str, float]) -> None:
+        """Log the reports on a split, and show the accuracy, or mean average precision, of one."""
         self.write({"step": step, **reports})
-        self.bar.update(step, accuracy=f"{accuracy:.2%}")
+        self.bar.update(step, **{key: f"{shown[key]:.2%}" for key in ("accuracy", "map") if key in shown})
 
     def write(self, record: dict[str, Any]) -> None:
         if self.log is not None:

@@ -26,7 +26,7 @@ from vitlab.settings import check_value, from_json, to_json
 from vitlab.text import brief
 from vitlab.training import checkpoint, manifest
 from vitlab.training.checkpoint import CheckpointMeta, FoundCheckpoint, disk_errors
-from vitlab.training.objectives import start_sigmoid
+from vitlab.training.objectives import start_at_frequency, start_sigmoid
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, difference, override, resolve_length
 from vitlab.training.start import choose_head, make_provenance
@@ -121,6 +121,8 @@ def prepare_run(
     if stored is not None and not resume:
         raise UserError(f"{out} holds a run already; continue it with --resume, or choose another --out")
     data = hold_out_validation(data or open_recipe_data(recipe), recipe.validation)
+    if data.is_multi_label and recipe.objective == "softmax":
+        raise UserError(f"{data.name} is multi-label, and softmax chooses one class of all; set objective=sigmoid")
     if stored is not None:
         checkpoint.check_own_files(out)
         if stored.labels != tuple(data.classes):
@@ -191,6 +193,8 @@ def initial_model(recipe: Recipe, data: Data) -> tuple[Model, Preprocess]:
         model, preprocess = with_rates(loaded, recipe), recipe.preprocess or loaded.card.preprocess
     if recipe.objective == "sigmoid" and model.head is not None and not model.head.weight.any():  # a fresh head
         start_sigmoid(model.head, recipe.head_bias)
+        if data.is_multi_label:
+            start_at_frequency(model.head, data.train.class_counts(), len(data.train))
     return model, preprocess
 
 

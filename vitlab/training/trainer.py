@@ -17,6 +17,7 @@ from vitlab.data.loader import Batch
 from vitlab.data.rng import keys
 from vitlab.device import has_bf16, out_of_memory
 from vitlab.errors import UserError
+from vitlab.evaluation.multi_label import EVEN
 from vitlab.models.config import ViTConfig
 from vitlab.models.variants import build
 from vitlab.models.vit import ViT
@@ -25,7 +26,7 @@ from vitlab.training import checkpoint
 from vitlab.training.checkpoint import CheckpointMeta
 from vitlab.training.cuda_graph import GraphedStep, StepResult
 from vitlab.training.masked import MaskedPatches, PatchPrediction
-from vitlab.training.objectives import LOSSES, Classification, Objective, blank_batch, measure_objective
+from vitlab.training.objectives import LOSSES, Classification, MultiLabel, Objective, blank_batch, measure_sums
 from vitlab.training.optim import Average, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from vitlab.training.parallel import Cluster, gather_full, gradient_sync, wrap_module
 from vitlab.training.setup import RunSetup, choose_micro, divisors, make_loaders
@@ -79,7 +80,8 @@ class Trainer:
         if r.freeze == "body":
             for name, p in model.named_parameters():
                 p.requires_grad_(name.startswith("head."))
-        return model.to(device, dtype), Classification(LOSSES[r.objective])
+        multi = self.setup.data.is_multi_label
+        return model.to(device, dtype), MultiLabel() if multi else Classification(LOSSES[r.objective])
 
     def restore(self) -> CheckpointMeta:
         """Load the checkpoint to resume from, if there is one, and return its metadata.
@@ -223,25 +225,35 @@ class Trainer:
 
     def evaluate(self, split: str) -> dict[str, dict[str, float]]:
         """Reports on a split: the current weights' under its name, the averaged ones' under "ema"."""
-        reports = {split: self.measure(split)}
+        reports = {split: self.objective.report(self.measure(split))}
         if self.average is not None:
             with self.average.swap_in():
-                reports["ema"] = self.measure(split)
+                reports["ema"] = self.objective.report(self.measure(split))
         return reports
 
+    def thresholds(self) -> tuple[float, ...] | None:
+        """The thresholds of a multi-label model, chosen on validation images; None for any other model."""
+        if not isinstance(self.objective, MultiLabel):
+            return None
+        if "validation" not in self.eval_loaders:
+            return (EVEN,) * len(self.setup.data.classes)
+        with self.average.swap_in() if self.average is not None else nullcontext():
+            return self.objective.thresholds(self.measure("validation"))
+
     @torch.no_grad()
-    def measure(self, split: str) -> dict[str, float]:
-        """The objective's report on a split, every image counted once over all processes."""
+    def measure(self, split: str) -> list[float]:
+        """The objective's sums on a split, every image counted once over all processes."""
         self.module.eval()
         loader = self.eval_loaders[split]
         most = -(-len(loader.source) // self.cluster.world)  # images of the process that has most
         passes = -(-most // loader.batch)
         module = self.module if self.is_sharded else self.core
         batches = map(self.cast, loader.batches())
-        spare = self.cast(blank_batch(self.setup.config.image_size, self.cluster.device))
+        classes = self.setup.config.classes if isinstance(self.objective, MultiLabel) else 0
+        spare = self.cast(blank_batch(self.setup.config.image_size, self.cluster.device, classes))
         # eager: a test set has batches of two sizes, and each would be compiled anew
         with self.autocast(), torch.compiler.set_stance("force_eager"):
-            return measure_objective(self.objective, module, batches, spare, self.cluster, passes)
+            return measure_sums(self.objective, module, batches, spare, self.cluster, passes)
 
     @property
     def is_sharded(self) -> bool:

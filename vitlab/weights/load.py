@@ -109,7 +109,8 @@ def parse_checkpoint(raw: RawCheckpoint, format: str, given: FormatDefaults, ima
         raise error if is_named else UserError(f"{raw.name}: {error}") from None
     log_defaults(raw, format, parsed)
     labels = None if card.labels is None else tuple(map(valid_text, card.labels))
-    card = Card(parsed.card.preprocess, labels, card.provenance or origin_of(raw, format))
+    provenance = card.provenance or origin_of(raw, format)
+    card = dataclasses.replace(card, preprocess=parsed.card.preprocess, labels=labels, provenance=provenance)
     return Checkpoint(parsed.config, tensors, card)
 
 
@@ -213,7 +214,7 @@ def replace_head(checkpoint: Checkpoint, classes: int, why: str = "") -> Checkpo
         tensors |= {"head.weight": zeros(classes, width), "head.bias": zeros(classes)}
     removed = f"the head of {old.classes} classes" + (" and its pre-logits layer" if len(drop) > 1 else "")
     log.info("%s: %s%s", "replaced by zeros" if classes else "left out", removed, why and f"; {why}")
-    return Checkpoint(config, tensors, dataclasses.replace(checkpoint.card, labels=None))
+    return Checkpoint(config, tensors, dataclasses.replace(checkpoint.card, labels=None, thresholds=None))
 
 
 def unify_dtype(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:

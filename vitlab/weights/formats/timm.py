@@ -236,7 +236,7 @@ BITS: dict[tuple[tuple[int, ...], int], str] = {
 
 
 def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
-    return folder
+    return folder and card.thresholds is None
 
 
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:

@@ -93,6 +93,7 @@ def config_text(config: ModelConfig, card: Card, digest: str) -> str:
         "preprocess": to_json(card.preprocess),
         "labels": card.labels,
         "provenance": card.provenance,
+        **({} if card.thresholds is None else {"thresholds": card.thresholds}),
         "sha256": digest,
     }
     return json.dumps(data, indent=2) + "\n"
@@ -165,7 +166,8 @@ def read_card(data: Mapping[str, Any], config: ModelConfig) -> Card:
     labels: tuple[str, ...] | None = check_value(data.get("labels"), tuple[str, ...] | None, "labels")
     if labels is not None and len(labels) != config.classes:
         raise UserError(f"there are {len(labels)} class names for {config.classes} classes")
-    return Card(preprocess, labels, read_provenance(data))
+    thresholds: tuple[float, ...] | None = check_value(data.get("thresholds"), tuple[float, ...] | None, "thresholds")
+    return Card(preprocess, labels, read_provenance(data), check_thresholds(thresholds, config.classes))
 
 
 def read_provenance(data: Mapping[str, Any]) -> dict[str, str] | None:
@@ -176,6 +178,15 @@ def read_provenance(data: Mapping[str, Any]) -> dict[str, str] | None:
     if not isinstance(provenance, dict) or not all(isinstance(word, str) for word in provenance.values()):
         raise UserError(f"provenance must be an object of words, not {provenance!r}")
     return provenance
+
+
+def check_thresholds(thresholds: tuple[float, ...] | None, classes: int) -> tuple[float, ...] | None:
+    """Raise a UserError unless they are probabilities, one for each class."""
+    if thresholds is not None and len(thresholds) != classes:
+        raise UserError(f"there are {len(thresholds)} thresholds for {classes} classes")
+    if thresholds is not None and not all(0 <= value <= 1 for value in thresholds):
+        raise UserError(f"thresholds are probabilities from 0 to 1, not {thresholds[:5]}")
+    return thresholds
 
 
 def apply_settings(config: ModelConfig, given: FormatDefaults) -> ModelConfig:
