@@ -10,7 +10,7 @@ from pictures import encoded, picture, write_shard
 from sklearn.preprocessing import MultiLabelBinarizer
 
 from vitlab.data.label_sets import sets_of
-from vitlab.data.open import open_data
+from vitlab.data.open import hold_out_validation, open_data
 from vitlab.data.parquet_reader import class_names
 from vitlab.data.source import ImageSource
 from vitlab.data.summary import class_warnings, contact_sheet, summarize, tables
@@ -62,7 +62,7 @@ def test_labels_and_images_are_the_same_from_every_kind_of_file(tmp_path: Path) 
         root = tmp_path / kind
         root.mkdir()
         path = write_csv(root) if kind == "csv" else write_tar(root) if kind == "tar" else None
-        data = open_data(str(path or write_parquet(root, named=False)))
+        data = hold_out_validation(open_data(str(path or write_parquet(root, named=False))), 0)
         assert data.classes == classes
         assert data.is_multi_label
         assert data.validation is not None
@@ -93,7 +93,7 @@ def test_a_set_of_one_label_each_stays_one(tmp_path: Path) -> None:
 
 
 def test_own_splits_of_a_csv(tmp_path: Path) -> None:
-    data = open_data(str(write_csv(tmp_path, named=False, split=True)))
+    data = hold_out_validation(open_data(str(write_csv(tmp_path, named=False, split=True))), 0)
     assert data.classes == tuple("01234")
     assert rows_of(data.test) == [row for i, row in enumerate(ROWS) if i % 4]
     assert data.validation is not None

@@ -171,7 +171,7 @@ def class_names(metadata: dict[bytes, bytes], column: str) -> tuple[list[str], s
     try:
         found = json.loads(metadata.get(b"huggingface", b"{}"))
         for key in ("info", "features", column):
-            found = found.get(key) or {}
+            found = found.get(key, {})
         found = found[0] if isinstance(found, list) else found  # lists of labels, in two spellings
         found = found.get("feature", found).get("names")
         if found is None:
