@@ -1,5 +1,6 @@
 """A short version of the chaos run, and that it would notice; `make chaos` is the long one."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -99,9 +100,14 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     with subprocess.Popen(words, cwd=TESTS, env=environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         next(line for line in process.stdout if line.startswith("kills"))  # the disk is done
-        time.sleep(2)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 1
+        for _ in range(5):  # Python drops an interrupt that arrives in a destructor or after a fork
+            time.sleep(2)
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                assert process.wait(15) == 1
+                break
+        else:
+            pytest.fail("it ignored Ctrl-C")
     names = [row["name"] for row in json.loads((tmp_path / "chaos.json").read_text())["rows"]]
     assert names == ["disk full at every write", "small file systems", "the rest"]
 
