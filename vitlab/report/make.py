@@ -82,7 +82,7 @@ def open_run_data(recipe: Recipe, spec: str | None) -> Data:
     try:
         name, seed, subset = spec or recipe.data, recipe.seed, recipe.subset
         data = open_data(name, seed=seed, subset=subset, per_class=recipe.per_class, holdout=recipe.holdout)
-        return hold_out_validation(data, recipe.validation if spec is None else 0.0)
+        return hold_out_validation(data, recipe.validation)
     except UserError as error:
         if spec is not None:
             raise
