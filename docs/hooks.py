@@ -12,9 +12,10 @@ from vitlab.data.transforms import Augment  # noqa: E402
 from vitlab.models.config import Preprocess, ResNetConfig, StemConfig, ViTConfig  # noqa: E402
 from vitlab.settings import describe  # noqa: E402
 from vitlab.training.recipe import NESTED, Recipe  # noqa: E402
+from vitlab.training.search import Repeats  # noqa: E402
 
 KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Recipe, Augment, Preprocess, ViTConfig, ResNetConfig, StemConfig)
+    kind.__name__: kind for kind in (Recipe, Repeats, Augment, Preprocess, ViTConfig, ResNetConfig, StemConfig)
 }
 
 

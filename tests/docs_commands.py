@@ -14,6 +14,7 @@ from vitlab.cli import app
 from vitlab.data.transforms import Augment
 from vitlab.models.config import ResNetConfig, StemConfig, ViTConfig
 from vitlab.training.recipe import Recipe
+from vitlab.training.search import Repeats
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
@@ -22,7 +23,7 @@ FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"(?<!`)`(vitlab [a-z][^`]*)`(?!`)")
 KINDS: tuple[Any, ...] = (Recipe, Augment, ViTConfig, ResNetConfig, StemConfig)
 VERBS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-SETTINGS = {field.name for kind in KINDS for field in dataclasses.fields(kind)}
+SETTINGS = {field.name for kind in (*KINDS, Repeats) for field in dataclasses.fields(kind)}
 
 
 @dataclass(frozen=True)

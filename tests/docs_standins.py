@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 
 import vitlab
+from vitlab.evaluation.imagenet import synsets
 
 Make = Callable[[Path], None]
 CLASSES = ("beagle", "pug", "tabby")
@@ -74,10 +75,9 @@ def shards(path: Path) -> None:
 
 
 def imagenet(path: Path) -> None:
-    """The ImageNet layout with one validation image of each of 1,000 classes."""
-    for number in range(1000):
-        photo(path / "val" / f"n{number:08d}" / f"ILSVRC2012_val_{number + 1:08d}.JPEG", number, (32, 32))
-        photo(path / "train" / f"n{number:08d}" / "0.JPEG", number, (32, 32))
+    """The ImageNet layout with one validation image of each of 1,000 classes; evaluation needs no others."""
+    for number, synset in enumerate(synsets()):
+        photo(path / "val" / synset / f"ILSVRC2012_val_{number + 1:08d}.JPEG", number, (32, 32))
 
 
 def real_labels(path: Path) -> None:

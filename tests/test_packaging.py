@@ -68,6 +68,16 @@ def test_the_version_has_one_source() -> None:
     assert importlib.metadata.version("vitlab") == vitlab.__version__
 
 
+def test_data_files_are_part_of_the_package() -> None:
+    """An installed copy has every file beside the code that the code reads."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["vitlab"]
+    package = ROOT / "vitlab"
+    declared = {path for pattern in config for path in package.glob(pattern)}
+    files = [path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    assert package / "evaluation" / "imagenet.tsv" in files
+    assert set(files) <= declared
+
+
 def test_public_names_are_importable() -> None:
     assert all(getattr(vitlab, name).__doc__ for name in vitlab.__all__)
     assert set(vitlab.__all__) <= set(dir(vitlab))

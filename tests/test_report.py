@@ -107,7 +107,7 @@ def section(name: str, *arguments: object) -> str:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "digits"
-    train(SMALL, out, console=Console(quiet=True))
+    train(dataclasses.replace(SMALL, validation=0.1), out, console=Console(quiet=True))
     write_report(out)
     return out
 
@@ -173,8 +173,9 @@ def test_mistakes_show_the_digit_and_where_the_model_looked(run: Path, page: Pag
 
 
 def test_the_recipe_is_described(page: Page) -> None:
+    held = sum(round(count * 0.1) for count in np.bincount(open_data("digits").train.labels).tolist())
     for text in (
-        "trained from scratch on 1,198 images of 10 classes",
+        f"trained from scratch on {1198 - held:,} images of 10 classes",
         "All weights were trained for 40 steps of 64 images",
         "AdamW with a learning rate of 0.005, reached over 3 steps, then cosine decay",
         "2 layers of 2 heads, width 32, 4 x 4 patches",
@@ -212,6 +213,8 @@ def test_every_image_has_alt_text_and_figures_a_dark_version(page: Page) -> None
     assert all(tag["alt"] for tag in page.named("img"))
     sources = page.named("source")
     assert len(sources) == 5  # loss, rate, accuracy, confusion, calibration
+    assert any((tag["alt"] or "").startswith("Validation accuracy by step") for tag in page.named("img"))
+    assert "validation is 0.1 of the training images, held out" in page.text
     assert all("dark" in (tag["media"] or "") for tag in sources)
     lights = [tag["src"] for tag in page.named("img") if (tag["src"] or "").startswith("data:image/png")]
     assert len(set(lights) | {tag["srcset"] for tag in sources}) == 10
@@ -263,7 +266,7 @@ def test_a_resnet_shows_its_mistakes_without_attention() -> None:
     torch.nn.init.normal_(model.head.weight)
     images = np.random.default_rng(0).integers(0, 256, (20, 16, 16, 3), dtype=np.uint8)
     source = ArraySource("noise", images, np.arange(20) % 3, ("a", "b", "c"))
-    found = evaluate(model, source, device="cpu", workers=0)
+    found = evaluate(model, source, device="cpu", workers=0, by_position=True)
     seen: list[int] = []
     shown = worst_mistakes(found, model, source, "cpu", seen.append)
     assert len(shown) == min(MOST, int((found.guesses != found.labels).sum())) == len(seen)

@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from vitlab.errors import UserError
-from vitlab.models.variants import Model
+from vitlab.models.config import ModelConfig, ResNetConfig, Size, StemConfig
+from vitlab.models.resnet import stages
+from vitlab.models.variants import Model, build
 
 BACKWARD = 2  # a backward pass costs two forward ones: gradients of the inputs and of the weights
 STATE = 16  # bytes a parameter takes: itself, its gradient and Adam's two moments, in float32
@@ -67,6 +69,44 @@ def cost(make: Callable[[], Model]) -> Cost:
     activations = sum(size for size in saved if size % BATCH == 0)
     parameters = sum(p.numel() for p in model.parameters())
     return Cost(parameters, model.config.length, counter.flops // BATCH, activations // BATCH)
+
+
+# ---- the same in closed form, for tables of many models
+
+
+def forward_flops(config: ModelConfig) -> int:
+    """Operations of one image, at once, by the formulas of the layers; rarer kinds of models are counted as above."""
+    if isinstance(config, ResNetConfig):
+        return convolution_flops(config, config.image_size) + 2 * config.channels * config.classes
+    c, rows = config, config.grid[0] * config.grid[1]
+    if c.attention == "axial" or c.positions == "relative" or c.pool == "attention":
+        return cost(lambda: build(c)).forward_flops
+    stem = 0 if c.stem is None else convolution_flops(c.stem, c.image_size)
+    embed = 2 * rows * (3 if c.stem is None else c.stem.channels) * c.patch**2 * c.width
+    block = 2 * c.length * (4 * c.width**2 + 2 * c.width * c.mlp) + 4 * c.length**2 * c.width  # dense layers, attention
+    head = 2 * c.width * c.prelogits + 2 * (c.prelogits or c.width) * c.classes
+    return stem + embed + c.depth * block + head
+
+
+def convolution_flops(config: ResNetConfig | StemConfig, size: Size) -> int:
+    """Operations of a ResNet's root and stages; every stride of 2 rounds up."""
+    h, w = halve(size)
+    flops = 2 * h * w * 3 * 49 * config.width  # the root: 7x7
+    h, w = halve((h, w))
+    for stage in stages(config):
+        for cin, mid, stride in stage:
+            flops += 2 * h * w * cin * mid
+            h, w = halve((h, w)) if stride == 2 else (h, w)
+            flops += 2 * h * w * (9 * mid * mid + mid * 4 * mid)
+            flops += 2 * h * w * cin * 4 * mid if stride == 2 or cin != 4 * mid else 0  # the projected shortcut
+    return flops
+
+
+def halve(size: Size) -> Size:
+    return -(-size[0] // 2), -(-size[1] // 2)
+
+
+# ---- counting
 
 
 class FlopCounter(TorchDispatchMode):

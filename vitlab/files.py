@@ -8,12 +8,15 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
 from vitlab.errors import UserError
 from vitlab.text import brief
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 JSON_LIMIT = 10_000_000  # bytes; the header of a file with 1,000 tensors has some 100,000
 
@@ -60,6 +63,20 @@ def fsync(path: Path) -> None:
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def save_tensors(tensors: "Mapping[str, Tensor]", path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file with the permissions of any new file here.
+
+    The library renames a temporary file of mode 0600; an empty file made first shows which mode the umask and the
+    folder give, without changing the umask of all threads to ask for it.
+    """
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, None if metadata is None else dict(metadata))
+    path.chmod(mode)
 
 
 @contextlib.contextmanager

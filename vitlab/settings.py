@@ -189,6 +189,14 @@ def _plain(hint: Any) -> str:
     return words.get(hint, f"a {getattr(hint, '__name__', hint)}")
 
 
+def is_number(hint: Any) -> bool:
+    """Whether an annotation is of one number."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Annotated, types.UnionType, typing.Union):
+        return is_number(args[0])
+    return hint in (int, float)
+
+
 def check_key(key: str, known: Iterable[str]) -> None:
     """Raise UserError for a key that is not known, with the nearest one that is."""
     names = list(known)

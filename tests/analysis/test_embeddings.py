@@ -57,7 +57,7 @@ def test_a_hybrids_pixels_are_its_stems(randomize: Any) -> None:
     assert np.corrcoef(raw.ravel(), flat[3])[0, 1] == pytest.approx(1)
 
 
-@pytest.mark.parametrize("positions", ["1d", "2d", "sinusoidal"])
+@pytest.mark.parametrize("positions", ["1d", "2d", "sinusoidal", "sincos2d"])
 @pytest.mark.parametrize("pool", ["token", "mean"])
 def test_similarity_against_a_loop(positions: str, pool: str) -> None:
     model = small(positions=positions, pool=pool)

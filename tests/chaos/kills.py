@@ -21,7 +21,16 @@ from chaos.runs import difference, fresh, once, profile
 KILLS, BY_CLOCK = 300, 36  # of the 300, so many are of fresh processes of the real command
 BUDGET = 12 * 60  # seconds
 COMMAND = ("depth=2", "width=16", "mlp=32", "heads=2", "batch=32", "dropout=0.1", "steps=60", "checkpoint_every=5")
-SETTINGS = (*COMMAND, "evaluate_every=20", "log_every=1", "ema=0.9", "device=cpu", "threads=1", "workers=0")
+SETTINGS = (
+    *COMMAND,
+    "validation=0.1",
+    "evaluate_every=20",
+    "log_every=1",
+    "ema=0.9",
+    "device=cpu",
+    "threads=1",
+    "workers=0",
+)
 
 ChainResult = dict[str, Any]  # how many kills, in which part of a run, what went wrong
 

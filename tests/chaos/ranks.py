@@ -25,6 +25,7 @@ BOUND = 60.0  # seconds until all processes must have ended, start-up included
 COMMAND = ("train", "digits", "depth=2", "width=32", "mlp=32", "heads=2", "warmup=1", "batch=48", "log_every=1")
 SETTINGS = (
     *COMMAND,
+    "validation=0.1",
     "evaluate_every=10",
     "checkpoint_every=5",
     "steps=20",
@@ -39,7 +40,7 @@ POINTS = (  # that all processes reach, and how often
     ("vitlab.training.trainer:Trainer.accumulate", 20),
     ("vitlab.training.trainer:Trainer.optimizer_step", 20),
     ("vitlab.training.loop:Run.evaluate", 2),
-    ("vitlab.training.trainer:Trainer.measure", 4),
+    ("vitlab.training.trainer:Trainer.measure", 6),
     ("vitlab.training.saver:Saver.save", 4),
     ("vitlab.training.saver:Saver.save_best", 1),
     ("vitlab.training.saver:Saver.save_final", 1),

@@ -202,7 +202,7 @@ def test_labels_of_parquet(tmp_path: Path) -> None:
     cases: list[tuple[object, str]] = [
         ([0, 1, 10**9], "the class number 1,000,000,000 in a set of 3 images"),
         (["a", "b", "w" * 10_000], "a label of 10,000 characters; 256 are the most"),
-        ([[1], [2], [3]], "labels are numbers or text"),
+        ([[[1]], [[2]], [[3]]], "labels are numbers or text"),
         ([b"a", b"\xff\xfe", b"a"], "3 images, 2 classes"),
         ([0, 1, None], "error: "),
         (["a", "b", None], "error: "),

@@ -102,6 +102,27 @@ def test_seeds_and_epochs_differ(resident: bool) -> None:
     assert all(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def shares(batches: list[Batch]) -> list[set[float]]:
+    """The shares that a batch's images keep of themselves, to a rounding."""
+    return [{round(float(value), 5) for value in batch.targets.max(1).values if value < 1} for batch in batches]
+
+
+def test_one_share_for_the_batch() -> None:
+    source, augment = arrays(60), Augment(mixup=0.5, mix_by="batch")  # partners of one class keep all of it
+    batches = take(loader(source, augment, batch=24), 6)
+    each = shares(batches)
+    assert all(len(found) <= 1 for found in each)
+    assert len(set.union(*each)) > 3  # of the batches
+    assert any(len(found) > 1 for found in shares(take(loader(source, Augment(mixup=0.5), batch=24), 6)))
+    micro = take(loader(source, augment, batch=8, step=24), 18)  # micro-batches and ranks do not matter
+    ranks = [take(loader(source, augment, batch=24, rank=rank, world=2), 6) for rank in range(2)]
+    for step, batch in enumerate(batches):
+        assert torch.equal(torch.cat([part.targets for part in micro[3 * step : 3 * step + 3]]), batch.targets)
+        assert torch.equal(torch.cat([part[step].targets for part in ranks]), batch.targets)
+    resumed = next(loader(source, augment, batch=24).batches(4))
+    assert torch.equal(resumed.targets, batches[4].targets)
+
+
 def test_targets_match_the_mixture() -> None:
     source = arrays(40, 40)  # a class of its own for each, so that targets show the partner
     for batch in take(loader(source, Augment(mixup=0.5), batch=10), 4):

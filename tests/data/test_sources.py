@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from pictures import arrays, encoded, picture, write_folder
 
-from vitlab.data.open import assign_splits, open_data
-from vitlab.data.source import ImageSource
+from vitlab.data.labels import sort_classes
+from vitlab.data.open import assign_splits, hold_out_validation, open_data
+from vitlab.data.source import ImageSource, Subset
 from vitlab.errors import UserError
+from vitlab.evaluation.evaluate import open_split
 
 
 @pytest.fixture(autouse=True)
@@ -97,12 +99,51 @@ def test_unlabeled_test_images_are_not_a_test_split(tmp_path: Path) -> None:
     assert (counts(data.train), counts(data.test)) == ([8, 8], [2, 2])
 
 
+def test_class_folders_of_numbers_are_in_the_order_of_numbers(tmp_path: Path) -> None:
+    numbers = [str(i) for i in range(12)]
+    write_folder(tmp_path / "numbers", dict.fromkeys(numbers, 2))
+    assert open_data(str(tmp_path / "numbers")).classes == tuple(numbers)
+    write_folder(tmp_path / "mixed", dict.fromkeys(["2", "10", "ten"], 2))
+    assert open_data(str(tmp_path / "mixed")).classes == ("10", "2", "ten")
+    assert sort_classes(["9", "010", "09", "1"]) == ("1", "09", "9", "010")
+    assert sort_classes(["b", "a", "b"]) == ("a", "b")
+
+
 def test_imagenet_layout(tmp_path: Path) -> None:
     write_folder(tmp_path / "train", {"n02": 2, "n01": 2})
     write_folder(tmp_path / "val", {"n01": 1, "n02": 1})
     data = open_data(f"imagenet:{tmp_path}")
     assert data.classes == ("n01", "n02")
     assert len(data.test) == 2
+
+
+@pytest.mark.parametrize(("spec", "beside"), [("imagenet:", "devkit"), ("imagenet:", None), ("", None)])
+def test_validation_alone_is_enough_to_evaluate(tmp_path: Path, spec: str, beside: str | None) -> None:
+    write_folder(tmp_path / "val", {"n01": 3, "n02": 2})
+    if beside:
+        (tmp_path / beside).mkdir()
+    for split in ("test", "validation", "all"):
+        source, _ = open_split(f"{spec}{tmp_path}", split)
+        assert (source.classes, counts(source)) == (("n01", "n02"), [3, 2])
+    for use in (lambda: open_data(f"{spec}{tmp_path}"), lambda: open_split(f"{spec}{tmp_path}", "train")):
+        with pytest.raises(UserError, match="has no train folder, only validation"):
+            use()
+
+
+def test_classes_may_be_called_test_and_val(tmp_path: Path) -> None:
+    write_folder(tmp_path / "loose", {"test": 5, "val": 5})
+    assert open_data(str(tmp_path / "loose")).classes == ("test", "val")
+    write_folder(tmp_path / "nested", {"test/deep": 5, "pass": 5})
+    assert open_data(str(tmp_path / "nested")).classes == ("pass", "test")
+
+
+def test_a_parquet_file_of_tests_alone(tmp_path: Path) -> None:
+    """Every image is one to test on, except for a model that was trained on part of them."""
+    write_parquet(tmp_path / "test.parquet", [0, 1] * 10, ["cat", "dog"])
+    spec = str(tmp_path / "test.parquet")
+    assert len(open_split(spec, "test")[0]) == 20
+    assert names(open_split(spec, "test", trained=True)[0]) == names(open_data(spec).test)
+    assert len(open_data(spec).test) == 4
 
 
 # ---- errors
@@ -316,3 +357,21 @@ def test_cifar10_from_files_as_torchvision_keeps_them(tmp_path: Path, monkeypatc
     expected = pixels[5, 2].reshape(3, 32, 32).transpose(1, 2, 0)
     assert (np.asarray(data.test.image(2)) == expected).all()
     assert Counter(data.train.labels.tolist()) == {0: 5, 1: 5, 2: 5, 3: 5}
+
+
+def test_a_part_of_each_class_is_held_out_for_validation() -> None:
+    data = open_data("digits")
+    held = hold_out_validation(data, 0.1)
+    train, chosen = held.train, held.validation
+    assert isinstance(train, Subset)
+    assert isinstance(chosen, Subset)
+    assert sorted([*train.indices, *chosen.indices]) == list(range(len(data.train)))
+    counts, parts = np.bincount(data.train.labels), np.bincount(chosen.labels)
+    assert (np.abs(parts - counts / 10) <= 0.5).all()
+    assert "validation is 0.1 of the training images" in held.note
+    assert held.test is data.test
+    again = hold_out_validation(open_data("digits", seed=3), 0.1).validation
+    assert isinstance(again, Subset)
+    assert np.array_equal(again.indices, chosen.indices)  # whatever the seed
+    assert hold_out_validation(held, 0.3) is held  # it has one of its own
+    assert hold_out_validation(data, 0.0) is data

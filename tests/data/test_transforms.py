@@ -9,7 +9,7 @@ from scipy import integrate, stats
 from torch import Tensor
 from torchvision import transforms as T
 
-from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, targets
+from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, smooth
 from vitlab.data.randaugment import OPERATIONS, apply_operations, randaugment
 from vitlab.data.rng import keys
 from vitlab.data.source import ArraySource
@@ -242,7 +242,7 @@ def test_mixup_weights_pixels_and_targets_alike() -> None:
         assert torch.allclose(mixed[i], expected.float(), atol=1e-6)
     assert torch.allclose(own.double(), torch.from_numpy(mix.own), atol=1e-6)
     assert (mix.own >= 0.5).all()
-    goal = targets(labels, 3, 0.1)
+    goal = smooth(torch.nn.functional.one_hot(labels, 3), 0.1)
     assert torch.allclose(goal.sum(1), torch.ones(6))
     assert torch.allclose(goal[0], torch.tensor([0.9 + 0.1 / 3, 0.1 / 3, 0.1 / 3]))
 

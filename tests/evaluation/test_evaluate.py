@@ -1,7 +1,9 @@
 """`evaluate` on real models and images, against scikit-learn on the model's own logits."""
 
 import csv
+import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ from vitlab.cli import main
 from vitlab.data.source import ArraySource, Subset
 from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
+from vitlab.evaluation import imagenet
 from vitlab.evaluation.classes import match_classes, read_names
-from vitlab.evaluation.evaluate import evaluate, open_split, score
+from vitlab.evaluation.evaluate import check_real, evaluate, open_split, score
 from vitlab.evaluation.result import Evaluation
 from vitlab.weights import load
 
@@ -123,13 +126,106 @@ def test_classes_that_the_model_lacks(run: Path, pictures: ArraySource) -> None:
 def test_matching() -> None:
     assert match_classes(("a", "b", "c"), 3, ("c", "a")).place.tolist() == [2, 0]
     assert match_classes(("a", "a"), 2, ("a", "a")).place.tolist() == [0, 1]  # the same names in the same order
-    nameless = match_classes(None, 2, ("x", "y"))
-    assert nameless.names == ("x", "y")
-    assert "by position" in nameless.note
     with pytest.raises(UserError, match="3 classes without names and the set has 2"):
-        match_classes(None, 3, ("x", "y"))
+        match_classes(None, 3, ("x", "y"), by_position=True)
     with pytest.raises(UserError, match="several classes called 'a'"):
         match_classes(("a", "a", "b"), 3, ("b", "a"))
+
+
+@pytest.mark.parametrize("labels", [None, ("a", "b"), ("0", "1")])
+def test_positions_are_compared_only_if_asked(labels: tuple[str, ...] | None) -> None:
+    with pytest.raises(UserError, match="--by-position"):
+        match_classes(labels, 2, ("x", "y"))
+    found = match_classes(labels, 2, ("x", "y"), by_position=True)
+    assert (found.names, found.place.tolist()) == (labels or ("x", "y"), [0, 1])
+    assert "by position" in found.note
+    swapped = match_classes(("x", "y"), 2, ("y", "x"), by_position=True)
+    assert swapped.place.tolist() == [1, 0]  # names that match go first
+
+
+def test_numbers_match_a_model_without_names_only() -> None:
+    tens = tuple(map(str, range(0, 100, 10)))
+    assert match_classes(None, 100, tens).place.tolist() == list(range(0, 100, 10))
+    assert match_classes(None, 12, ("007", "11")).place.tolist() == [7, 11]
+    for labels, classes in ((None, ("1", "10")), (None, ("7", "07")), (tuple("abcdefghij"), ("1", "2"))):
+        with pytest.raises(UserError):
+            match_classes(labels, 10, classes)
+
+
+# ---- ImageNet's classes
+
+
+def timm_imagenet() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Synsets and names of the 1,000 classes, as timm has them; importing it would take seconds."""
+    spec = importlib.util.find_spec("timm")
+    assert spec is not None
+    assert spec.origin is not None
+    info = Path(spec.origin).parent / "data" / "_info"
+    named = dict(line.split("\t") for line in (info / "imagenet_synset_to_lemma.txt").read_text().splitlines())
+    synsets = tuple((info / "imagenet_synsets.txt").read_text().split())
+    return synsets, tuple(named[synset] for synset in synsets)
+
+
+def test_imagenets_classes_are_timms() -> None:
+    assert (imagenet.synsets(), imagenet.class_names()) == timm_imagenet()
+
+
+def test_imagenet_by_synset_by_name_and_by_number() -> None:
+    synsets, names = timm_imagenet()
+    numbers = tuple(map(str, range(1000)))
+    some = np.random.default_rng(0).permutation(np.delete(np.arange(1000), [134, 517, 638]))[:50]  # without the cranes
+    first = tuple(name.split(",")[0] for name in names)
+    for model in (None, numbers, synsets, names, first):
+        for theirs in (numbers, synsets, names, first):
+            found = match_classes(model, 1000, tuple(theirs[i] for i in some))
+            assert found.place.tolist() == some.tolist(), found.note
+    mixed = np.random.default_rng(1).permutation(1000)[:200]  # a model of 200 of them, in another order
+    model = tuple(names[i] for i in mixed)
+    found = match_classes(model, 200, tuple(synsets[i] for i in mixed[::-1]))
+    assert found.place.tolist() == list(range(199, -1, -1))
+    with pytest.raises(UserError, match="lacks 1 of"):
+        match_classes(model, 200, (synsets[next(i for i in range(1000) if i not in mixed)], model[0]))
+
+
+SHARED = Path(os.environ.get("VITLAB_SHARED", Path(__file__).parents[3] / "shared"))
+TI16, TINY = SHARED / "weights" / "vit_tiny_patch16_224.safetensors", SHARED / "data" / "tiny-imagenet" / "test.parquet"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (TI16.exists() and TINY.exists()), reason="needs the real weights and pictures")
+def test_real_weights_on_folders_of_numbers_and_of_synsets(tmp_path: Path) -> None:
+    """ViT-Ti/16 on Tiny-ImageNet's pictures, five of each of 20 classes, in folders of both kinds."""
+    synsets, names = timm_imagenet()
+    source, _ = open_split(str(TINY), "all")
+    number = {name: i for i, name in enumerate(names) if names.count(name) == 1}
+    known = [label for label, name in enumerate(source.classes) if name in number][:20]
+    for label in known:
+        here = number[source.classes[label]]
+        for i in np.flatnonzero(source.labels == label)[:5].tolist():
+            for folder in (tmp_path / "numbers" / str(here), tmp_path / "synsets" / "val" / synsets[here]):
+                folder.mkdir(parents=True, exist_ok=True)
+                source.image(i).save(folder / f"{i}.png")
+    model = load(TI16)
+    by_number = evaluate(model, open_split(str(tmp_path / "numbers"), "all")[0], device="cpu")
+    by_synset = evaluate(model, open_split(f"imagenet:{tmp_path / 'synsets'}", "test")[0], device="cpu")
+    assert len(by_number.labels) == len(by_synset.labels) == 100
+    assert by_number.top1 == by_synset.top1
+    assert by_number.top1.value > 0.15  # 64 pixels enlarged to 224; 0.001 is chance
+
+
+def test_the_two_cranes_need_their_synsets() -> None:
+    synsets, names = timm_imagenet()
+    assert names[134] == names[517] == "crane"
+    with pytest.raises(UserError, match=r"1 of the set's 3 classes .*: 'crane'; .*synsets"):
+        match_classes(None, 1000, (names[0], "crane", names[2]))
+    assert match_classes(names, 1000, (names[0], synsets[517])).place.tolist() == [0, 517]
+
+
+def test_real_needs_imagenets_order() -> None:
+    check_real(None, 1000)
+    check_real(timm_imagenet()[1], 1000)
+    with pytest.raises(UserError, match="another order"):
+        check_real(timm_imagenet()[0][::-1], 1000)
 
 
 def test_names_from_a_file(tmp_path: Path) -> None:
@@ -255,6 +351,18 @@ def test_a_split_of_ones_own(
     assert "has no validation split" in capsys.readouterr().err
     assert run_command(monkeypatch, "evaluate", str(run), str(root), "--split", "tset") == 1
     assert "there is no split 'tset'" in capsys.readouterr().err
+
+
+def test_a_model_without_names_asks_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = photos(tmp_path / "photos", 2)
+    vitlab.save(vitlab.create("Ti/4", classes=7, image_size=8, depth=1, width=16, mlp=16, heads=2), tmp_path / "model")
+    words = ("evaluate", str(tmp_path / "model"), str(root), "--split", "all")
+    assert run_command(monkeypatch, *words) == 1
+    assert "--by-position" in capsys.readouterr().err
+    assert run_command(monkeypatch, *words, "--by-position") == 0
+    assert "matched by position, as asked: the model's first is taken for 'ant'" in capsys.readouterr().out
 
 
 def test_the_share_that_a_run_held_out(run: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from numpy.testing import assert_array_equal
 from PIL import Image
+from scipy.ndimage import map_coordinates
 
 import vitlab
 from vitlab.data.decoder import DecodeHint
@@ -22,6 +23,7 @@ from vitlab.data.source import ArraySource, ImageSource, Subset
 from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
 from vitlab.evaluation.extract import Features, extract
+from vitlab.evaluation.stretched import Stretched
 from vitlab.models.card import Card
 from vitlab.models.config import Preprocess
 from vitlab.models.variants import Model
@@ -168,7 +170,7 @@ def test_no_piece_of_another_is_used(
     framed = tiny()
     framed.card = Card(preprocess=Preprocess(crop=1.0))
     relabelled = Counted()
-    relabelled.labels = (relabelled.labels + 1) % 4
+    relabelled.truth = (relabelled.labels + 1) % 4
     cases: list[tuple[Model, ArraySource | Subset, dict[str, str]]] = [
         (tiny(1), source, {}),
         (tiny(gelu="tanh"), source, {}),
@@ -310,3 +312,44 @@ def test_killed_and_continued(tmp_path: Path) -> None:
     continued = extract(tiny(), source, batch=40, workers=0, device="cpu", keep=tmp_path)
     assert_array_equal(continued.values, complete.values)
     assert len(set(source.seen)) < 4000 - reached[-1] * 200
+
+
+# ---- the authors' framing
+
+
+def authors_image(pixels: np.ndarray, side: int, size: tuple[int, int]) -> np.ndarray:
+    """Stretched to a square and cropped at the center, by scipy in float64; fractions are dropped."""
+    h, w, _ = pixels.shape
+    at = np.meshgrid(*((np.arange(side) + 0.5) * length / side - 0.5 for length in (h, w)), indexing="ij")
+    planes = [map_coordinates(pixels[..., c].astype(np.float64), at, order=1, mode="nearest") for c in range(3)]
+    top, left = (side - size[0]) // 2, (side - size[1]) // 2
+    return np.stack(planes, -1).round(6).astype(np.uint8)[top : top + size[0], left : left + size[1]]
+
+
+@pytest.mark.parametrize("shape", [(375, 500), (40, 31), (256, 256), (1, 7)])
+def test_images_are_framed_as_by_the_authors(shape: tuple[int, int]) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (1, *shape, 3), dtype=np.uint8)
+    source = ArraySource("noise", pixels, np.zeros(1, np.int64), ("a", "b"))
+    found = np.asarray(Stretched(source, 256, (224, 200)).image(0)).astype(int)
+    expected = authors_image(pixels[0], 256, (224, 200)).astype(int)
+    assert abs(found - expected).max() <= 1
+    assert (found == expected).mean() > 0.999  # the rest is an integer to within rounding
+    flat = ArraySource("flat", np.full_like(pixels, 117), np.zeros(1, np.int64), ("a", "b"))
+    assert set(np.asarray(Stretched(flat, 256, (224, 200)).image(0)).flat) == {117}
+
+
+def test_features_of_resized_images(tmp_path: Path) -> None:
+    """Normalized as the model is, framed as the authors do, and kept apart from those of its own preprocessing."""
+    model, source = tiny().eval(), Counted(30)
+    model.card = Card(Preprocess(mean=(0.1, 0.5, 0.7), std=(0.3, 0.4, 0.5), crop=0.5))
+    small(model, source, keep=tmp_path)
+    found = small(model, source, keep=tmp_path, resize=16)
+    frames = np.stack([authors_image(picture, 16, (8, 8)) for picture in source.pixels])
+    images = (frames / 255 - model.card.preprocess.mean) / model.card.preprocess.std
+    with torch.no_grad():
+        expected = model.features(torch.tensor(images, dtype=torch.float32).permute(0, 3, 1, 2))
+    np.testing.assert_allclose(found.values, expected, atol=1e-5)
+    assert_array_equal(small(model, source, keep=tmp_path, resize=16).values, found.values)
+    for side in (7, 10_000):
+        with pytest.raises(UserError, match="at least the model's size, 8x8, and at most 8192"):
+            small(model, source, resize=side)

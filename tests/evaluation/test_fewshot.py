@@ -243,6 +243,25 @@ def test_a_file_of_weights_keeps_nothing_unless_asked(model: Path, tmp_path: Pat
     assert len(list((tmp_path / "kept").glob("*.safetensors"))) == 5 + 3
 
 
+def test_resized_images(model: Path, tmp_path: Path, command: Command) -> None:
+    rng = np.random.default_rng(0)
+    for split, label in ((split, label) for split in ("train", "test") for label in "ab"):
+        (tmp_path / split / label).mkdir(parents=True)
+        for i in range(8):
+            pixels = rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / split / label / f"{i}.png")
+    target = tmp_path / "x.json"
+    options = ["--shots", "all", "--resize", "32", "--json", str(target), "--device", "cpu"]
+    code, _, err = command("fewshot", str(model), str(tmp_path), *options)
+    assert code == 0, err
+    results, data, net = json.loads(target.read_text()), open_data(str(tmp_path)), vitlab.load(model)
+    train, test = (extract(net, source, resize=32, device="cpu") for source in (data.train, data.test))
+    expected = next(iter(few_shot(train, test, shots=[None])))
+    assert (results["resize"], results["results"][0]["hits"]) == (32, list(expected.hits))
+    code, _, err = command("fewshot", str(model), str(tmp_path), "--shots", "all", "--resize", "4")
+    assert (code, "at least the model's size" in err) == (1, True)
+
+
 def test_a_class_without_test_images_is_noted(model: Path, tmp_path: Path, command: Command) -> None:
     for split, labels in (("train", "abc"), ("test", "ab")):
         for label in labels:

@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.stats import kstest, norm, uniform
+from scipy.stats import kstest, norm, truncnorm, uniform
 from torch import Tensor, nn
 
 import vitlab
 from vitlab.models.config import ResNetConfig, StemConfig, ViTConfig
+from vitlab.models.vit import lecun_normal
 
 UNLIKELY = 1e-6  # a fair draw fails a test less often than this
 
@@ -64,6 +65,17 @@ def test_patches_are_a_dense_layer() -> None:
     model = vit()
     is_xavier(model.embed.weight, 3 * 8 * 8, 96)
     is_zero(model.embed.bias)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(96, 200), nn.Conv2d(3, 96, 8)])
+def test_lecun_normal_is_flaxs(layer: nn.Linear | nn.Conv2d) -> None:
+    """Cut off at two deviations, and widened so that the variance is 1 / inputs all the same."""
+    lecun_normal(layer)
+    fan_in = 96 if isinstance(layer, nn.Linear) else 3 * 8 * 8
+    values = layer.weight.detach().double().flatten().numpy()
+    std = fan_in**-0.5 / truncnorm(-2, 2).std()
+    assert kstest(values, truncnorm(-2, 2, scale=std).cdf).pvalue > UNLIKELY
+    assert values.std() == pytest.approx(fan_in**-0.5, rel=0.03)
 
 
 @pytest.mark.parametrize("prelogits", [0, 40])

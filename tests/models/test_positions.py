@@ -90,7 +90,8 @@ def close(got: np.ndarray, expected: np.ndarray) -> None:
 @either
 @pytest.mark.parametrize("pool", ["token", "mean"])
 @pytest.mark.parametrize(
-    ("kind", "place"), [("1d", "stem"), ("1d", "every"), ("1d", "shared"), ("sinusoidal", "shared")]
+    ("kind", "place"),
+    [("1d", "stem"), ("1d", "every"), ("1d", "shared"), ("sinusoidal", "shared"), ("sincos2d", "stem")],
 )
 def test_resize_table(kind: str, place: str, pool: str, old: Any, new: Any, mode: str, randomize: Fill) -> None:
     before, after = resized(small(old, positions=kind, placement=place, pool=pool), new, randomize, mode)
@@ -126,7 +127,14 @@ def test_resize_offsets(pool: str, old: Any, new: Any, mode: str, randomize: Fil
         close(after[f"{name}.offsets"], WAYS[mode](before[f"{name}.offsets"], size))
 
 
-KINDS = [("none", "stem"), ("1d", "every"), ("2d", "every"), ("relative", "stem"), ("sinusoidal", "stem")]
+KINDS = [
+    ("none", "stem"),
+    ("1d", "every"),
+    ("2d", "every"),
+    ("relative", "stem"),
+    ("sinusoidal", "stem"),
+    ("sincos2d", "stem"),
+]
 kinds = pytest.mark.parametrize(("kind", "place"), KINDS)
 
 
@@ -203,6 +211,22 @@ def test_sinusoids(width: int, pool: str) -> None:
             assert table[0, place, channel].item() == pytest.approx(expected, abs=1e-7)
 
 
+@pytest.mark.parametrize(("width", "pool"), [(16, "mean"), (16, "token"), (4, "mean")])
+def test_sines_and_cosines_of_columns_and_rows(width: int, pool: str) -> None:
+    model = vitlab.build(small((3, 5), positions="sincos2d", width=width, heads=1, pool=pool))
+    table = model.state_dict()["positions.table"][0].double().numpy()
+    assert "positions.table" not in dict(model.named_parameters())
+    quarter = width // 4
+    rate = np.array([10000.0 ** -(i / (quarter - 1)) if quarter > 1 else 1.0 for i in range(quarter)])
+    cells = [
+        np.concatenate([np.sin(x * rate), np.cos(x * rate), np.sin(y * rate), np.cos(y * rate)])
+        for y in range(3)
+        for x in range(5)
+    ]
+    token = [np.zeros(width)] if pool == "token" else []
+    np.testing.assert_allclose(table, [*token, *cells], rtol=0, atol=1e-7)
+
+
 def test_one_table_per_layer_or_one_for_all() -> None:
     shapes = {place: small(placement=place) for place in ("stem", "every", "shared")}
     tables = {place: len(table_of(vitlab.build(c))) for place, c in shapes.items()}
@@ -265,6 +289,8 @@ MEANINGLESS = [
     ({"positions": "relative", "placement": "every"}, "every attention layer already"),
     ({"positions": "relative", "placement": "shared"}, "every attention layer already"),
     ({"positions": "sinusoidal", "placement": "every"}, "'shared'"),
+    ({"positions": "sincos2d", "placement": "every"}, "'shared'"),
+    ({"positions": "sincos2d", "width": 6, "heads": 2}, "4 divides"),
     ({"positions": "relative", "attention": "axial", "pool": "mean"}, "another kind"),
     ({"positions": "2d", "width": 7, "heads": 1}, "7 is odd"),
     ({"attention": "axial"}, "pool='mean'"),

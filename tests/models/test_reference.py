@@ -100,7 +100,7 @@ def axial_block(z: Array, w: Weights, c: ViTConfig) -> Array:
 
 def position(w: Weights, c: ViTConfig, layer: int) -> Array:
     """(N, D): what is added before a layer."""
-    if c.positions in ("1d", "sinusoidal"):
+    if c.positions in ("1d", "sinusoidal", "sincos2d"):
         return w["positions.table"][layer if c.placement == "every" else 0]
     layer = layer if c.placement == "every" else 0
     columns, rows = w["positions.columns"][layer], w["positions.rows"][layer]
@@ -139,7 +139,7 @@ def vit(image: Array, w: Weights, c: ViTConfig) -> tuple[Array, Array, Array]:
     if c.pool == "token":
         z = np.concatenate([w["token"][0], z])
     for layer in range(c.depth):
-        if c.positions in ("1d", "2d", "sinusoidal") and (layer == 0 or c.placement != "stem"):
+        if c.positions in ("1d", "2d", "sinusoidal", "sincos2d") and (layer == 0 or c.placement != "stem"):
             z = z + position(w, c, layer)
         step = axial_block if c.attention == "axial" else block
         z = step(z, below(w, f"blocks.{layer}"), c)
@@ -259,6 +259,7 @@ POSITIONS = [
     ("relative", "stem"),
     ("sinusoidal", "stem"),
     ("sinusoidal", "shared"),
+    ("sincos2d", "shared"),
 ]
 TALL = (20, 12)
 STEM = StemConfig((2, 1), width=32)

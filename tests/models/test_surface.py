@@ -32,6 +32,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "2d, mean": small(positions="2d", placement="shared", pool="mean"),
     "relative": small(positions="relative"),
     "sinusoidal": small(positions="sinusoidal", placement="shared", gelu="tanh"),
+    "sincos2d": small(positions="sincos2d"),
     "attention pool": small(pool="attention"),
     "axial": small(attention="axial", pool="mean"),
     "hybrid": small(stem=StemConfig((1, 1, 1), width=32), patch=1, depth=1),

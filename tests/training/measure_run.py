@@ -14,6 +14,6 @@ recipe = read_recipe(Path(folder))
 assert recipe is not None
 with process_group("cpu") as cluster:
     trainer = Trainer(prepare_run(override(recipe, settings), Path(folder), cluster, resume=True), cluster)
-    report = trainer.measure()
+    report = trainer.objective.report(trainer.measure("test"))
     if cluster.first:
         Path(target).write_text(json.dumps({"step": trainer.restored.step, "world": cluster.world, **report}))

@@ -51,10 +51,13 @@ SMALL = make_recipe(
 
 @functools.cache
 def few_digits() -> Data:
-    """193 training images and 59 test images of digits, numbers that no batch divides."""
+    """193 training, 41 validation and 59 test images of digits, numbers that no batch divides."""
     data = open_data("digits")
     return dataclasses.replace(
-        data, train=Subset(data.train, np.arange(193)), test=Subset(data.test, np.arange(59)), validation=None
+        data,
+        train=Subset(data.train, np.arange(193)),
+        validation=Subset(data.train, np.arange(200, 241)),
+        test=Subset(data.test, np.arange(59)),
     )
 
 

@@ -51,6 +51,22 @@ def test_the_first_loss_by_hand(tmp_path: Path) -> None:
     assert records(tmp_path)[0]["loss"] == pytest.approx(torch.tensor(10.0).log().item(), rel=1e-6)
 
 
+def test_the_first_sigmoid_loss_by_hand(tmp_path: Path) -> None:
+    """Every logit is the head's bias: one class of ten is to be "yes", the others "no"."""
+    train_small(tmp_path, steps=4, warmup=0, objective="sigmoid", head_bias=-6.9, label_smoothing=0.0, mixup=0.0)
+    yes, no = torch.nn.functional.softplus(torch.tensor([6.9, -6.9], dtype=torch.float64)).tolist()
+    assert records(tmp_path)[0]["loss"] == pytest.approx(yes + 9 * no, rel=1e-5)
+
+
+def test_fresh_weights_by_the_authors_distributions(tmp_path: Path) -> None:
+    recipe = change(SMALL, width=128, heads=4, prelogits=128)
+    plain, lecun = (make_trainer(tmp_path / init, change(recipe, init=init)).core for init in ("xavier", "lecun"))
+    changed = {name for name, p in plain.named_parameters() if not torch.equal(p, lecun.get_parameter(name))}
+    assert changed == {"embed.weight", "prelogits.weight"}
+    for name, inputs in (("embed.weight", 3 * 4 * 4), ("prelogits.weight", 128)):
+        assert lecun.get_parameter(name).std().item() == pytest.approx(inputs**-0.5, rel=0.05)
+
+
 def test_a_step_is_torchs(tmp_path: Path) -> None:
     """Four steps of the loop against the same four written out."""
     recipe = change(SMALL, dropout=0.0, drop_path=0.0, micro=32, steps=4, warmup=1, clip=0.5)

@@ -34,6 +34,29 @@ def test_half_is_corrupted_and_shared_out_80_10_10() -> None:
     assert not ((corruption.masked | corruption.swapped) & ~corruption.chosen).any()
 
 
+@pytest.mark.parametrize("patches", [1, 2, 9, 16, 196])
+def test_exactly_half_of_every_image(patches: int) -> None:
+    corruption = corrupt(3, 17, torch.arange(400), patches, "half")
+    assert (corruption.chosen.sum(1) == round(patches / 2)).all()
+    if patches > 2:
+        assert all(share_is(int(n), 400, round(patches / 2) / patches) for n in corruption.chosen.sum(0))
+        chosen = int(corruption.chosen.sum())
+        assert share_is(int(corruption.masked.sum()), chosen, 0.8)
+        assert share_is(int(corruption.swapped.sum()), chosen, 0.1)
+    part = corrupt(3, 17, torch.tensor([31, 4]), patches, "half")  # whatever else is in the batch
+    assert torch.equal(part.chosen, corruption.chosen[[31, 4]])
+
+
+def test_loss_of_exactly_half_is_the_mean_over_them() -> None:
+    model, images, index = small(), torch.rand(4, 3, 16, 16) * 2 - 1, torch.arange(4)
+    objective = PatchPrediction(Preprocess(), 2, (4, 4), 4, "half")
+    corruption, targets = corrupt(2, 9, index, 16, "half"), color_classes(images, Preprocess(), 4)
+    logs = model(images, corruption).log_softmax(-1)
+    picked = [-logs[b, n, targets[b, n]].item() for b, n in corruption.chosen.nonzero().tolist()]
+    loss = objective.loss(model, Batch(images, index, torch.zeros(4, 1), index), step=9)
+    assert loss.item() == pytest.approx(np.mean(picked), rel=1e-5)
+
+
 def test_each_place_and_image_is_corrupted_as_often() -> None:
     corruption = corrupt(seed=0, step=0, index=torch.arange(2000), patches=64)
     by_place, by_image = corruption.chosen.sum(0), corruption.chosen.sum(1)

@@ -13,7 +13,7 @@ from vitlab.training.objectives import (
     SIGMOID_BIAS,
     Classification,
     blank_batch,
-    measure_objective,
+    measure_sums,
     sigmoid_loss,
     softmax_loss,
     start_sigmoid,
@@ -85,6 +85,7 @@ def test_uneven_batches_are_counted_completely() -> None:
     assert counts.tolist() == [17, right, 17]  # four classes: all among the first five
     cpu = torch.device("cpu")
     spare = blank_batch((2, 2), cpu)
-    report = measure_objective(Classification(softmax_loss), model, parts, spare, Cluster(cpu), passes=5)
+    objective = Classification(softmax_loss)
+    report = objective.report(measure_sums(objective, model, parts, spare, Cluster(cpu), passes=5))
     assert report["accuracy"] == right / 17
     assert report["loss"] == pytest.approx(F.cross_entropy(model(images), labels).item(), rel=1e-6)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -37,6 +38,17 @@ def test_rate_at_every_step(decay: Decay, warmup: int) -> None:
             expected = base
         found = learning_rate(step, base=base, steps=steps, warmup=warmup, decay=decay)
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_linear_decay_to_a_rate_of_its_own() -> None:
+    """A straight line from the base, after the warm-up, to the end, which the step after the last would have."""
+    for step in range(10, 110):
+        found = learning_rate(step, base=8e-4, steps=110, warmup=10, decay="linear", end=1e-5)
+        assert found == pytest.approx(np.interp(step, [10, 110], [8e-4, 1e-5]), rel=1e-12)
+    for decay in ("cosine", "constant"):
+        assert learning_rate(50, base=1.0, steps=90, warmup=10, decay=decay, end=0.5) == learning_rate(
+            50, base=1.0, steps=90, warmup=10, decay=decay
+        )
 
 
 def test_rate_agrees_with_torch_schedulers() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -143,6 +144,27 @@ def test_a_killed_process_costs_nothing(tmp_path: Path) -> None:
     assert [r["step"] for r in cut] == list(range(1, 61))
     assert cut[-1]["loss"] == pytest.approx(plain[-1]["loss"], rel=1e-6)
     assert records(tmp_path / "plain")[-1]["test"]["accuracy"] == records(out)[-1]["test"]["accuracy"]
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun_saves_the_run(tmp_path: Path) -> None:
+    """As docs/scaling-out.md has it: the run is saved, torchrun ends by its own error with code 1, --resume works."""
+    settings = ("steps=200", "checkpoint_every=1000", "ema=0.9")
+    train(tmp_path / "plain", 2, *settings)
+    out = tmp_path / "cut"
+    words = command(2, str(VITLAB), "train", "digits", "--out", str(out), *SETTINGS, *settings, restarts=3)
+    with subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True) as run:
+        wait_for(lambda: steps_logged(out) > 20, run)
+        run.send_signal(signal.SIGTERM)
+        _, printed = run.communicate(timeout=60)
+    assert run.returncode == 1, printed[-3000:]
+    assert "SignalException" in printed  # torchrun's own, and no process was started again
+    found = re.search(r"stopped at step (\d+) of 200, saved; continue with --resume", printed)
+    assert found is not None, printed[-3000:]
+    assert json.loads((out / "checkpoints" / "last" / "state.json").read_text())["step"] == int(found[1])
+    train(out, 2, *settings, resume=True)
+    plain, cut = ([r["loss"] for r in records(folder) if "loss" in r] for folder in (tmp_path / "plain", out))
+    np.testing.assert_allclose(cut, plain, rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -18,10 +18,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_runs import SMALL, assert_same_run, plain_run, records, train_small
+from rich.console import Console
+from small_runs import SMALL, assert_same_run, assert_same_tensors, few_digits, plain_run, records, train_small
 
 from vitlab.errors import Stopped, UserError
+from vitlab.evaluation.evaluate import evaluate
 from vitlab.training.checkpoint import read_checkpoint
+from vitlab.training.loop import train
+from vitlab.training.recipe import change
 from vitlab.training.trainer import Trainer
 from vitlab.weights import load as load_model
 
@@ -184,6 +188,34 @@ def test_the_folder_is_the_model() -> None:
     last = records(plain_run())[-1]
     assert last["step"] == 20
     assert {"test", "ema"} <= last.keys()
+
+
+def test_the_test_split_is_used_once_and_chooses_nothing() -> None:
+    found = [(r["step"], split) for r in records(plain_run()) for split in ("validation", "test") if split in r]
+    assert found == [(7, "validation"), (14, "validation"), (20, "validation"), (20, "test")]
+    held = few_digits().validation
+    assert held is not None
+    best = evaluate(load_model(plain_run() / "checkpoints" / "best"), held, device="cpu")
+    scores = [r["ema"]["accuracy"] for r in records(plain_run()) if "validation" in r]
+    assert best.top1.value == pytest.approx(max(scores))
+
+
+def test_without_a_validation_split_there_is_no_best(tmp_path: Path) -> None:
+    data = dataclasses.replace(few_digits(), validation=None)
+    train(SMALL, tmp_path / "plain", console=Console(quiet=True), data=data)
+    assert [r["step"] for r in records(tmp_path / "plain") if "ema" in r] == [20]
+    assert not (tmp_path / "plain" / "checkpoints" / "best").exists()
+    assert_same_tensors(tmp_path / "plain", plain_run(), "model.safetensors")  # evaluation changes no weight
+
+
+def test_a_part_of_train_is_held_out_to_choose_on(tmp_path: Path) -> None:
+    data = dataclasses.replace(few_digits(), validation=None)
+    result = train(change(SMALL, validation=0.2), tmp_path / "run", console=Console(quiet=True), data=data)
+    assert result.data.validation is not None
+    assert len(result.data.train) + len(result.data.validation) == len(data.train)
+    assert "validation is 0.2 of the training images" in result.data.note
+    assert [r["step"] for r in records(tmp_path / "run") if "validation" in r] == [7, 14, 20]
+    assert (tmp_path / "run" / "checkpoints" / "best").exists()
 
 
 # ---- the real thing

@@ -1,8 +1,11 @@
 """The authors' models in plain numpy, written from their description: arrays under their names, and a forward pass.
 
-Everything is channels-last and in float64. Kernels: (in, out) and (height, width, in, out).
+Everything is channels-last and in float64. Kernels: (in, out) and (height, width, in, out). Styles of names: those of
+the published files, of the authors' current code (linen), and big_vision's, which has its own order of adding
+positions, attention pooling and fixed sinusoids.
 """
 
+import re
 from collections.abc import Mapping
 from math import pi, sqrt
 from typing import Any
@@ -42,37 +45,82 @@ class Draw:
 # ---- arrays under the authors' names
 
 
-def vit(patch: int, grid: int, width: int, mlp: int, heads: int, layers: int, classes: int, prelogits: int = 0) -> Draw:
+NUMBERS = {"published": (1, 2, 3), "linen": (0, 1, 0), "big_vision": (0, 1, 0)}  # attention, second norm, MLP
+
+
+def vit(
+    patch: int,
+    grid: int,
+    width: int,
+    mlp: int,
+    heads: int,
+    layers: int,
+    classes: int,
+    prelogits: int = 0,
+    style: str = "published",
+    pool: str = "token",
+    fixed: bool = False,
+) -> Draw:
     d = Draw(0)
     d.conv("embedding", patch, 3, width)
-    encoder(d, grid, width, mlp, heads, layers, classes, prelogits)
+    encoder(d, grid, width, mlp, heads, layers, classes, prelogits, style, pool)
+    if fixed:
+        del d.w["pos_embedding"]
+    if style == "big_vision":
+        d.w = {f"params/{name}": x for name, x in d.w.items()}
     return d
 
 
-def encoder(d: Draw, grid: int, width: int, mlp: int, heads: int, layers: int, classes: int, prelogits: int) -> None:
-    k = width // heads
+def encoder(
+    d: Draw,
+    grid: int,
+    width: int,
+    mlp: int,
+    heads: int,
+    layers: int,
+    classes: int,
+    prelogits: int,
+    style: str = "published",
+    pool: str = "token",
+) -> None:
     d.vector("embedding/bias", width)
-    d.vector("cls", 1, 1, width)
-    d.vector("Transformer/posembed_input/pos_embedding", 1, grid * grid + 1, width)
+    if pool == "token":
+        d.vector("cls", 1, 1, width)
+    if style == "big_vision":
+        d.vector("pos_embedding", 1, grid * grid, width)
+    else:
+        d.vector("Transformer/posembed_input/pos_embedding", 1, grid * grid + (pool == "token"), width)
+    attention, norm2, block_mlp = NUMBERS[style]
     for i in range(layers):
         block = f"Transformer/encoderblock_{i}"
         d.norm(f"{block}/LayerNorm_0", width)
-        attention = f"{block}/MultiHeadDotProductAttention_1"
-        for part in ("query", "key", "value"):
-            d.kernel(f"{attention}/{part}/kernel", width, heads, k, fan=width)
-            d.vector(f"{attention}/{part}/bias", heads, k)
-        d.kernel(f"{attention}/out/kernel", heads, k, width, fan=width)
-        d.vector(f"{attention}/out/bias", width)
-        d.norm(f"{block}/LayerNorm_2", width)
-        d.dense(f"{block}/MlpBlock_3/Dense_0", width, mlp)
-        d.dense(f"{block}/MlpBlock_3/Dense_1", mlp, width)
+        draw_attention(d, f"{block}/MultiHeadDotProductAttention_{attention}", width, heads)
+        d.norm(f"{block}/LayerNorm_{norm2}", width)
+        d.dense(f"{block}/MlpBlock_{block_mlp}/Dense_0", width, mlp)
+        d.dense(f"{block}/MlpBlock_{block_mlp}/Dense_1", mlp, width)
     d.norm("Transformer/encoder_norm", width)
+    if pool == "map":
+        d.vector("MAPHead_0/probe", 1, 1, width)
+        draw_attention(d, "MAPHead_0/MultiHeadDotProductAttention_0", width, heads)
+        d.norm("MAPHead_0/LayerNorm_0", width)
+        d.dense("MAPHead_0/MlpBlock_0/Dense_0", width, mlp)
+        d.dense("MAPHead_0/MlpBlock_0/Dense_1", mlp, width)
     if prelogits:
         d.dense("pre_logits", width, prelogits)
     d.dense("head", prelogits or width, classes)
 
 
-def hybrid(stages: tuple[int, ...], patch: int, grid: int, flat: bool) -> Draw:
+def draw_attention(d: Draw, name: str, width: int, heads: int) -> None:
+    for part in ("query", "key", "value"):
+        d.kernel(f"{name}/{part}/kernel", width, heads, width // heads, fan=width)
+        d.vector(f"{name}/{part}/bias", heads, width // heads)
+    d.kernel(f"{name}/out/kernel", heads, width // heads, width, fan=width)
+    d.vector(f"{name}/out/bias", width)
+
+
+def hybrid(
+    stages: tuple[int, ...], patch: int, grid: int, flat: bool, style: str = "published", pool: str = "token"
+) -> Draw:
     d = Draw(1)
 
     def norm(name: str, channels: int) -> None:
@@ -93,11 +141,11 @@ def hybrid(stages: tuple[int, ...], patch: int, grid: int, flat: bool) -> Draw:
                 norm(f"{unit}/gn_proj", 4 * mid)
             cin = 4 * mid
     d.conv("embedding", patch, cin, 64)
-    encoder(d, grid, 64, 100, 4, 2, 6, 0)
+    encoder(d, grid, 64, 100, 4, 2, 6, 0, style, pool)
     return d
 
 
-def bit(stages: tuple[int, ...], width: int, classes: int) -> Draw:
+def bit(stages: tuple[int, ...], width: int, classes: int, numbered: bool = False) -> Draw:
     d = Draw(2)
     d.conv("resnet/root_block/standardized_conv2d", 7, 3, width)
     cin = width
@@ -114,6 +162,12 @@ def bit(stages: tuple[int, ...], width: int, classes: int) -> Draw:
     d.norm("resnet/group_norm", cin, scale="gamma", bias="beta")
     d.conv("resnet/head/conv2d", 1, cin, classes)
     d.vector("resnet/head/conv2d/bias", classes)
+    if numbered:  # as Keras counts the layers of a program
+        layers = {name.rpartition("/")[0]: 3 * i for i, name in enumerate(d.w, 1)}
+        d.w = {
+            f"{name.rpartition('/')[0]}_{layers[name.rpartition('/')[0]]}/{name.rpartition('/')[2]}": x
+            for name, x in d.w.items()
+        }
     return d
 
 
@@ -121,23 +175,55 @@ def bit(stages: tuple[int, ...], width: int, classes: int) -> Draw:
 
 
 def vit_forward(w: Weights, images: Array) -> Array:
+    w = {name.removeprefix("params/"): x for name, x in w.items()}
+    linen = any("MultiHeadDotProductAttention_0" in name for name in w if name.startswith("Transformer"))
+    attention, norm2, block_mlp = NUMBERS["linen" if linen else "published"]
     x = images
     if "conv_root/kernel" in w:
         x = stem_forward(w, x)
     patch = w["embedding/kernel"].shape[0]
     x = convolve(x, w["embedding/kernel"], patch, (0, 0)) + w["embedding/bias"]
-    x = x.reshape(len(x), -1, x.shape[-1])
-    x = np.concatenate([np.repeat(w["cls"], len(x), 0), x], 1) + w["Transformer/posembed_input/pos_embedding"]
+    _, height, width, _ = x.shape
+    x = x.reshape(len(x), height * width, -1)
+    outer = "Transformer/posembed_input/pos_embedding" in w
+    if not outer:  # the positions of patches, before there is a token
+        x = x + (w["pos_embedding"] if "pos_embedding" in w else sincos(height, width, x.shape[-1]))
+    if "cls" in w:
+        x = np.concatenate([np.repeat(w["cls"], len(x), 0), x], 1)
+    if outer:
+        x = x + w["Transformer/posembed_input/pos_embedding"]
     i = 0
     while (block := f"Transformer/encoderblock_{i}") + "/LayerNorm_0/scale" in w:
-        x = x + attend(w, f"{block}/MultiHeadDotProductAttention_1", layer_norm(w, f"{block}/LayerNorm_0", x))
-        y = layer_norm(w, f"{block}/LayerNorm_2", x)
-        x = x + dense(w, f"{block}/MlpBlock_3/Dense_1", gelu(dense(w, f"{block}/MlpBlock_3/Dense_0", y)))
+        y = layer_norm(w, f"{block}/LayerNorm_0", x)
+        x = x + attend(w, f"{block}/MultiHeadDotProductAttention_{attention}", y, y)
+        y = layer_norm(w, f"{block}/LayerNorm_{norm2}", x)
+        x = x + mlp_forward(w, f"{block}/MlpBlock_{block_mlp}", y)
         i += 1
-    y = layer_norm(w, "Transformer/encoder_norm", x)[:, 0]
+    y = layer_norm(w, "Transformer/encoder_norm", x)
+    if "MAPHead_0/probe" in w:
+        probe = np.repeat(w["MAPHead_0/probe"], len(y), 0)
+        y = attend(w, "MAPHead_0/MultiHeadDotProductAttention_0", probe, y)
+        y = y + mlp_forward(w, "MAPHead_0/MlpBlock_0", layer_norm(w, "MAPHead_0/LayerNorm_0", y))
+    y = y[:, 0] if "cls" in w or "MAPHead_0/probe" in w else y.mean(1)
     if "pre_logits/kernel" in w:
         y = np.tanh(dense(w, "pre_logits", y))
     return dense(w, "head", y)
+
+
+def sincos(height: int, width: int, channels: int) -> Array:
+    """Entry by entry: the quarters are sin x, cos x, sin y and cos y, the frequency falls within each."""
+    quarter = channels // 4
+    table = np.zeros((height * width, channels))
+    for place in range(height * width):
+        for c in range(channels):
+            coordinate = place % width if c < 2 * quarter else place // width
+            angle = coordinate / 10_000 ** ((c % quarter) / (quarter - 1))
+            table[place, c] = np.sin(angle) if c // quarter % 2 == 0 else np.cos(angle)
+    return table
+
+
+def mlp_forward(w: Weights, name: str, x: Array) -> Array:
+    return dense(w, f"{name}/Dense_1", gelu(dense(w, f"{name}/Dense_0", x)))
 
 
 def dense(w: Weights, name: str, x: Array) -> Array:
@@ -153,10 +239,10 @@ def layer_norm(w: Weights, name: str, x: Array) -> Array:
     return (x - mean) / np.sqrt(variance + 1e-6) * w[f"{name}/scale"] + w[f"{name}/bias"]
 
 
-def attend(w: Weights, name: str, x: Array) -> Array:
+def attend(w: Weights, name: str, queries: Array, x: Array) -> Array:
     q, k, v = (
-        np.einsum("bnd,dhk->bhnk", x, w[f"{name}/{p}/kernel"]) + w[f"{name}/{p}/bias"][None, :, None]
-        for p in ("query", "key", "value")
+        np.einsum("bnd,dhk->bhnk", y, w[f"{name}/{p}/kernel"]) + w[f"{name}/{p}/bias"][None, :, None]
+        for p, y in (("query", queries), ("key", x), ("value", x))
     )
     logits = q @ k.transpose(0, 1, 3, 2) / sqrt(q.shape[-1])
     weights = np.exp(logits - logits.max(-1, keepdims=True))
@@ -214,6 +300,8 @@ def stem_forward(w: Weights, x: Array) -> Array:
 
 
 def bit_forward(w: Weights, x: Array) -> Array:
+    w = {re.sub(r"_[0-9]+/(?=[a-z]+$)", "/", name): array for name, array in w.items()}
+
     def conv(name: str, x: Array, stride: int = 1) -> Array:
         kernel = w[f"{name}/standardized_conv2d/kernel"]
         kernel = (kernel - kernel.mean((0, 1, 2))) / np.sqrt(kernel.var((0, 1, 2)) + 1e-10)

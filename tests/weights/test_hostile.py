@@ -278,6 +278,7 @@ def test_files_of_no_kind(data: bytes, ending: str, tmp_path: Path) -> None:
         ("labels", [1, 2]),
         ("labels", ["one"]),
         ("provenance", ["here"]),
+        ("provenance", "here"),
         ("provenance", {"source": 3}),
         ("sha256", 5),
         ("format", ["vitlab/1"]),

@@ -24,16 +24,18 @@ from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, ResNetConfig, ViTConfig
 from vitlab.models.variants import build
 from vitlab.weights import convert, load, save
+from vitlab.weights.beside import beside_path
 
 SHARED = Path(os.environ.get("VITLAB_SHARED", Path(__file__).parents[3] / "shared"))
 VIT = ViTConfig((32, 32), patch=8, depth=2, width=64, mlp=80, heads=1, classes=5)
 
 
 def write_timm(file: Path, config: Any = VIT) -> dict[str, torch.Tensor]:
-    """A timm file, and the tensors of the model in it."""
+    """A timm file alone, as others write it, and the tensors of the model in it."""
     model = randomize(build(config))
     save(model, file.parent / "ours")
     convert(file.parent / "ours", file, "timm")
+    beside_path(file).unlink(missing_ok=True)
     return model.state_dict()
 
 

@@ -19,6 +19,7 @@ from transformers import ViTConfig, ViTForImageClassification
 import vitlab
 from vitlab.errors import UserError
 from vitlab.weights import convert, save
+from vitlab.weights.beside import beside_path
 
 CASES = 60  # of each kind
 TINY = vitlab.models.config.ViTConfig((16, 16), patch=8, depth=1, width=32, mlp=40, heads=2, classes=3)
@@ -32,6 +33,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     save(ours, folder / "ours")
     for name in ("theirs.safetensors", "theirs"):
         convert(folder / "ours", folder / name, "timm")
+    beside_path(folder / "theirs.safetensors").unlink()  # with it, any other byte is another file
     tensors = load((folder / "theirs.safetensors").read_bytes())
     torch.save(tensors, folder / "new.pth")
     torch.save({"state_dict": tensors}, folder / "old.pth", _use_new_zipfile_serialization=False)
@@ -144,6 +146,20 @@ def test_damaged_configs(kind: str, sources: dict[str, Path], tmp_path: Path) ->
         changed = damage(text, rng) if seed % 3 == 0 else json.dumps(change(json.loads(text), rng)).encode()
         (folder / source.name).write_bytes(changed)
         model = attempt(folder)
+        if model is not None:
+            assert bits(model.state_dict()) == bits(intact.state_dict())
+
+
+def test_damaged_json_beside(sources: dict[str, Path], tmp_path: Path) -> None:
+    convert(sources["our weights"].parent, tmp_path / "alone.safetensors", "timm")
+    beside = beside_path(tmp_path / "alone.safetensors")
+    text, intact = beside.read_bytes(), attempt(tmp_path / "alone.safetensors")
+    assert intact is not None
+    for seed in range(CASES):
+        rng = random.Random(f"beside {seed}")
+        changed = damage(text, rng) if seed % 3 == 0 else json.dumps(change(json.loads(text), rng)).encode()
+        beside.write_bytes(changed)
+        model = attempt(tmp_path / "alone.safetensors")
         if model is not None:
             assert bits(model.state_dict()) == bits(intact.state_dict())
 

@@ -22,6 +22,7 @@ from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, ResNetConfig, StemConfig, ViTConfig
 from vitlab.models.variants import build
 from vitlab.weights import convert, load, save
+from vitlab.weights.beside import beside_path
 
 VIT = ViTConfig((16, 24), patch=8, depth=2, width=32, mlp=40, heads=4, classes=3, norm_eps=1e-7, gelu="tanh")
 CONFIGS: dict[str, Any] = {
@@ -29,6 +30,7 @@ CONFIGS: dict[str, Any] = {
     "relative": dataclasses.replace(VIT, positions="relative"),
     "2d, every layer": dataclasses.replace(VIT, positions="2d", placement="every"),
     "sinusoidal": dataclasses.replace(VIT, positions="sinusoidal", placement="shared"),
+    "sincos2d": dataclasses.replace(VIT, positions="sincos2d", pool="mean"),
     "axial": dataclasses.replace(VIT, attention="axial", pool="mean", positions="none"),
     "attention pool": dataclasses.replace(VIT, pool="attention", prelogits=20),
     "no head, dropout": dataclasses.replace(VIT, classes=0, dropout=0.1, drop_path=0.2),
@@ -82,6 +84,7 @@ def test_provenance_names_the_first_source(tmp_path: Path) -> None:
 
     save(build(dataclasses.replace(VIT, gelu="exact", norm_eps=1e-6)), tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "theirs.safetensors", "timm")
+    beside_path(tmp_path / "theirs.safetensors").unlink()  # a file as others write it
     convert(tmp_path / "theirs.safetensors", tmp_path / "run", "vitlab", heads=4, image_size=(16, 24))
     save(load(tmp_path / "run"), tmp_path / "copy")
     config = json.loads((tmp_path / "copy" / "config.json").read_text())

@@ -19,6 +19,8 @@ def convert(
     to: Annotated[str, Option("--to", help="vitlab, huggingface, timm, torchvision or google.")],
     settings: Annotated[KeyValues, key_values("What the source does not store: heads=12 gelu=tanh ...")] = None,
     format: Annotated[str | None, Option(help="The source's format, if it could be two.")] = None,
+    fold: Annotated[bool, Option("--fold", help="Fold the normalization into the patch projection.")] = False,
+    names: Annotated[str | None, Option(help="For google: published, linen or big_vision names.")] = None,
 ) -> None:
     """Write weights in another library's format, tensor for tensor. A model that it cannot express is an error."""
     from vitlab.models.config import Size
@@ -27,5 +29,6 @@ def convert(
     from vitlab.weights.formats.base import FormatDefaults
 
     known = {key: hint for key, hint in annotations(FormatDefaults).items() if key != "preprocess"}
-    convert(source, target, to, format=format, **parse_settings(settings or [], known | {"image_size": Size}))
+    values = parse_settings(settings or [], known | {"image_size": Size})
+    convert(source, target, to, format=format, names=names, fold=fold, **values)
     console.print(f"{target} is written")

@@ -15,7 +15,7 @@ from vitlab.errors import UserError
     "vitlab data 'shards/train-{000..009}.tar' --workers 8",
 )
 def data(
-    source: Annotated[str, Argument(help="A folder, parquet files, tar shards, a hub id or a built-in set.")],
+    source: Annotated[str, Argument(help="A folder, CSV or parquet files, tar shards, a hub id or a built-in set.")],
     picture: Annotated[Path, Option(help="The file for a picture of samples.")] = Path("samples.png"),
     workers: Annotated[int, Option(help="Processes that decode images.")] = 0,
 ) -> None:

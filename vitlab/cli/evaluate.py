@@ -1,7 +1,7 @@
 """`vitlab evaluate`: a model's scores on a data set."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
 from typer import Option
@@ -9,6 +9,7 @@ from typer import Option
 from vitlab.cli.app import console, verb
 from vitlab.cli.options import (
     Batch,
+    ByPosition,
     Data,
     Device,
     JsonFile,
@@ -19,10 +20,12 @@ from vitlab.cli.options import (
     numbers,
     print_pairs,
 )
+from vitlab.errors import UserError
 from vitlab.signals import stoppable
 from vitlab.terminal import printable
 
 if TYPE_CHECKING:
+    from vitlab.evaluation.multi_result import MultiEvaluation
     from vitlab.evaluation.real import RealScore
     from vitlab.evaluation.result import Evaluation
     from vitlab.evaluation.scores import Rate
@@ -43,6 +46,7 @@ def evaluate(
     labels: Annotated[
         Path | None, Option(help="Names of the model's classes, one per line, in order, instead of its own.")
     ] = None,
+    by_position: ByPosition = False,
     out: Annotated[Path | None, Option(help="A folder for tables, figures and all predictions.")] = None,
     json: JsonFile = None,
     keep: Annotated[
@@ -54,10 +58,13 @@ def evaluate(
 ) -> None:
     """Test a model: top-1 and top-5 accuracy, accuracy by class, confused classes, and calibration.
 
-    Every image counts once; a broken one is an error. Classes are matched by name. In brackets: 95 % intervals.
+    A multi-label model: mean average precision and F1, of all labels and by class, at the model's thresholds.
+
+    Every image counts once; a broken one is an error. Classes are matched by name, ImageNet's also by synset or
+    number. In brackets: 95 % intervals.
     """
     from vitlab.evaluation.classes import read_names
-    from vitlab.evaluation.evaluate import evaluate, open_split
+    from vitlab.evaluation.evaluate import evaluate, evaluate_sets, open_split
     from vitlab.evaluation.real import read_real
     from vitlab.weights import load
 
@@ -66,15 +73,21 @@ def evaluate(
     names = None if labels is None else read_names(labels, model.config.classes)
     lists = None if real is None else read_real(real)
     holdout, trained = find_holdout(run, data)
-    source, note = open_split(data, split, holdout)
+    source, note = open_split(data, split, holdout, trained=trained)
     console.print(f"{len(source):,} images of {data}, {split}: {note}", soft_wrap=True)
     if trained and split in ("train", "all"):
         console.remark("note", "the model was trained on most of these images")
+    how: dict[str, Any] = {"batch": batch, "workers": workers, "device": device, "keep": keep}
+    result: Evaluation | MultiEvaluation
     with stoppable(describe_stop(keep)):
-        result = evaluate(
-            model, source, labels=names, real=lists, batch=batch, workers=workers, device=device, keep=keep
-        )
-    print_scores(result)
+        if model.card.thresholds is not None or source.label_sets is not None:
+            if lists is not None:
+                raise UserError("ReaL is about models of one class per image, and this one or its set is multi-label")
+            result = evaluate_sets(model, source, labels=names, by_position=by_position, **how)
+            print_set_scores(result)
+        else:
+            result = evaluate(model, source, labels=names, by_position=by_position, real=lists, **how)
+            print_scores(result)
     about = {"model": run, "data": data, "split": split, "note": note}
     if json is not None:
         result.write_json(json, about)
@@ -106,6 +119,23 @@ def print_scores(result: "Evaluation") -> None:
         print_real(result.real)
     print_classes(result)
     print_confused(result)
+
+
+def print_set_scores(result: "MultiEvaluation") -> None:
+    """Print the scores of a multi-label model."""
+    console.print(f"classes are matched {result.note}", soft_wrap=True)
+    scores, names = result.overall(), {"mAP": "map", "F1, all labels": "f1_micro", "F1, mean of classes": "f1_macro"}
+    rows = [("images", f"{len(result.files):,}"), *((name, f"{scores[key]:.2%}") for name, key in names.items())]
+    print_pairs([*rows, ("images without mistakes", f"{scores['exact']:.2%}")], box=None, pad_edge=False)
+    table_rows = result.class_table()
+    title = f"the {SHOWN} worst of {len(table_rows)} classes" if len(table_rows) > SHOWN else "classes, worst first"
+    columns = numbers("images", "average precision", "F1", "precision", "recall", "threshold")
+    table = Table("class", *columns, title=title, title_justify="left")
+    for row in table_rows[:SHOWN]:
+        keys = ("average_precision", "f1", "precision", "recall", "threshold")
+        shares = ["-" if row[key] is None else f"{row[key]:.1%}" for key in keys]
+        table.add_row(printable(row["class"]), f"{row['images']}", *shares)
+    console.print(table)
 
 
 def percent_text(rate: "Rate") -> str:

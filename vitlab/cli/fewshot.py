@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     "vitlab fewshot runs/b16 oxford-pets",
     "vitlab fewshot google/vit-base-patch16-224 photos/ --shots 1,5 --seeds 5 --json fewshot.json",
     "vitlab fewshot runs/b16 oxford-pets --shots 10,all --l2 2^6,2^10,2^14",
+    "vitlab fewshot vit.npz oxford-pets --resize 256  # as the authors",
 )
 def fewshot(
     run: options.Run,
@@ -25,6 +26,7 @@ def fewshot(
     shots: Annotated[str, Option(help="Training images per class; `all` is every one.")] = "1,5,10,25",
     l2: Annotated[str, Option(help="Penalties on the weights, 1024 or 2^10; each gets a row.")] = "2^10",
     seeds: Annotated[int, Option(min=1, help="Random draws of the training images.")] = 3,
+    resize: options.Resize = None,
     keep: options.KeepFeatures = None,
     json_file: options.JsonFile = None,
     batch: options.Batch = None,
@@ -42,7 +44,7 @@ def fewshot(
     counts = options.parse_list(shots, "--shots", parse_shots)
     penalties = options.parse_list(l2, "--l2", options.parse_amount)
     options.check_json_file(json_file)
-    features = FeatureSet(run, data, keep=keep, batch=batch, workers=workers, device=device)
+    features = FeatureSet(run, data, keep=keep, batch=batch, workers=workers, device=device, resize=resize)
     classes = features.data.classes
     notes = check_shots(features.data.train.labels, features.data.test.labels, counts, classes)
     console.print(features.describe(), soft_wrap=True)

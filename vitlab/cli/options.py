@@ -34,8 +34,15 @@ AcceptDataChanges = Annotated[
 KEEP = "A folder for computed features, so that an interrupted command continues and the next one need not compute "
 KEEP += "them; by default RUN/features if RUN is a folder, else none."
 KeepFeatures = Annotated[Path | None, Option("--keep", help=KEEP, show_default=False)]
+ByPosition = Annotated[
+    bool,
+    Option("--by-position", help="Take the set's classes for the model's in order where their names do not match."),
+]
 JsonFile = Annotated[Path | None, Option("--json", help="Write all numbers to this file.", show_default=False)]
 Batch = Annotated[int | None, Option("--batch", min=1, help="Images per batch; by default fits the device.")]
+RESIZE = "Stretch images to this many pixels on both sides and crop the model's size from the center, as the authors "
+RESIZE += "do with 256 for 224; by default the model's own preprocessing."
+Resize = Annotated[int | None, Option("--resize", min=1, help=RESIZE, show_default=False)]
 Workers = Annotated[
     int | None, Option("--workers", min=0, help="Processes that decode images; by default fits the machine.")
 ]

@@ -30,6 +30,7 @@ def probe(
     temperature: Annotated[
         float, Option(help="Of the neighbors' votes: a small one favors the nearest neighbors.")
     ] = 0.07,
+    resize: options.Resize = None,
     keep: options.KeepFeatures = None,
     json_file: options.JsonFile = None,
     batch: options.Batch = None,
@@ -48,7 +49,7 @@ def probe(
     penalties = options.parse_list(l2, "--l2", options.parse_amount)
     counts = options.parse_list(k, "--k", options.parse_count)
     options.check_json_file(json_file)
-    features = FeatureSet(run, data, keep=keep, batch=batch, workers=workers, device=device)
+    features = FeatureSet(run, data, keep=keep, batch=batch, workers=workers, device=device, resize=resize)
     d = features.data
     neighbors.check_neighbors(counts, temperature, len(d.train))
     notes = fewshot.check_shots(d.train.labels, d.test.labels, classes=d.classes)

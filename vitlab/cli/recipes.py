@@ -24,9 +24,13 @@ def recipes(
 
 
 def print_keys() -> None:
+    from vitlab.settings import describe
     from vitlab.training.recipe import describe_keys
+    from vitlab.training.search import Repeats
 
-    for title, settings in describe_keys().items():
+    several = "several runs; a number may have several values too, as in lr=0.003,0.01"
+    tables = describe_keys() | {several: describe(Repeats)}
+    for title, settings in tables.items():
         table = Table("key", "value", "default", "meaning", title=title, title_justify="left")
         for setting in settings:
             table.add_row(setting.name, setting.type, setting.default, setting.help)

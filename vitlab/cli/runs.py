@@ -26,7 +26,8 @@ def train_run(recipe: "Recipe", out: Path, resume: bool, accept: bool) -> "Train
 
     result = train(recipe, out, resume=resume, accept_data_changes=accept, console=console)
     if result.first:
-        scores = (f"{key} {value:{'.2%' if 'acc' in key else '.4f'}}" for key, value in result.report.items())
+        shares = ("accuracy", "accuracy5", "map")
+        scores = (f"{key} {value:{'.2%' if key in shares else '.4f'}}" for key, value in result.report.items())
         line = f"test: {', '.join(scores)}; {duration(result.seconds)}; the model is in {out}"
         console.print(line, soft_wrap=True)
     return result

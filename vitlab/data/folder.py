@@ -11,6 +11,8 @@ from PIL import Image
 
 from vitlab.data.decoder import DecodeHint
 from vitlab.data.images import EXTENSIONS, decode
+from vitlab.data.label_sets import Truth
+from vitlab.data.labels import sort_classes
 from vitlab.data.source import ImageSource
 from vitlab.data.split_names import SPLIT_NAMES
 from vitlab.errors import UserError
@@ -22,8 +24,8 @@ log = logging.getLogger("vitlab")
 class FileSource(ImageSource):
     """Image files by path; the paths are one array of bytes, which workers share without copying."""
 
-    def __init__(self, root: Path, paths: list[str], labels: list[int], classes: tuple[str, ...]) -> None:
-        super().__init__(np.array(labels, np.int64), classes)
+    def __init__(self, root: Path, paths: list[str], truth: list[int] | Truth, classes: tuple[str, ...]) -> None:
+        super().__init__(np.array(truth, np.int64) if isinstance(truth, list) else truth, classes)
         self.root, self.paths = root, np.array([os.fsencode(path) for path in paths], np.bytes_)
 
     def name(self, index: int) -> str:
@@ -34,20 +36,27 @@ class FileSource(ImageSource):
         return decode(name, name, shrink)
 
 
-def splits(root: Path) -> dict[str, FileSource]:
-    """The splits of a folder: its train and test (or validation) folders, or the folder itself as train."""
+def splits(root: Path, *, others: bool = False) -> dict[str, FileSource]:
+    """The splits of a folder: its train, test and validation folders, or the folder itself as train.
+
+    Without a train folder, test and validation are splits if there are no folders but these, or if `others` are
+    allowed beside them: else they are classes of these names.
+    """
     if not root.is_dir():
         raise UserError(f"there is no folder '{root}'")
-    named = {SPLIT_NAMES[e.name.lower()]: Path(e) for e in subfolders(root) if e.name.lower() in SPLIT_NAMES}
-    if "train" not in named:
-        named = {"train": root}
+    folders = subfolders(root)
+    named = {SPLIT_NAMES[e.name.lower()]: Path(e) for e in folders if e.name.lower() in SPLIT_NAMES}
+    if "train" not in named and not others and any(e.name.lower() not in SPLIT_NAMES for e in folders):
+        named = {}
     found = {split: scan(path) for split, path in named.items()}
+    if "train" not in named and not any(found.values()):
+        named, found = {"train": root}, {"train": scan(root)}
     for split in [split for split, images in found.items() if split != "train" and not images]:
         log.warning("'%s' has no class folders with images and is not used", named[split])
         del found[split]
-    if not found["train"]:
+    if not found.get("train", True):
         raise UserError(_no_images(named["train"]))
-    classes = tuple(sorted({label for images in found.values() for label, _ in images}))
+    classes = sort_classes(label for images in found.values() for label, _ in images)
     number = {label: i for i, label in enumerate(classes)}
     return {
         split: FileSource(named[split], [path for _, path in images], [number[label] for label, _ in images], classes)

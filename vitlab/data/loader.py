@@ -15,11 +15,13 @@ from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, targets
+from vitlab.data.label_sets import LabelSets
+from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, smooth
 from vitlab.data.resident import BYTES_AT_ONCE, ResidentSet, fits_on_device
-from vitlab.data.rng import ORDER, SHARDS, Ints, Keys, keys
+from vitlab.data.rng import BATCHES, ORDER, SHARDS, Ints, Keys, keys
 from vitlab.data.source import ImageSource
 from vitlab.data.transforms import Augment, normalize
 from vitlab.data.workers import AHEAD, BrokenEntry, EvalReader, TrainReader, chunk_size, read_batches
@@ -39,7 +41,7 @@ class Batch:
     """b images with labels; `targets` are smoothed and mixed, `index` holds each image's index in its source."""
 
     images: Tensor  # (b, 3, h, w), normalized
-    labels: Tensor  # (b,) int64
+    labels: Tensor  # (b,) int64; of a multi-label set (b, K) bool
     targets: Tensor  # (b, K) float32
     index: Tensor  # (b,) int64
 
@@ -63,14 +65,18 @@ class Loader:
 
     def __post_init__(self) -> None:
         self.device = torch.device(self.device)
-        self.labels = torch.from_numpy(self.source.labels)
         if self.resident is None:
             self.resident = fits_on_device(self.source, self.image_size, self.device)
 
     def labels_and_targets(self, index: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-        """On the device: labels (b,) and smoothed targets (b, K) of the images at an index (b,)."""
-        labels = self.labels[index].to(self.device, non_blocking=True)
-        return labels, targets(labels, len(self.source.classes), smoothing)
+        """On the device: labels (b,) or (b, K) and smoothed targets (b, K) of the images at an index (b,)."""
+        chosen, classes = self.source.truth[index.numpy()], len(self.source.classes)
+        if isinstance(chosen, LabelSets):
+            labels = torch.zeros(len(chosen), classes, dtype=torch.bool, device=self.device)
+            labels[send(chosen.rows, self.device), send(chosen.numbers, self.device)] = True
+            return labels, smooth(labels, smoothing)
+        labels = send(chosen, self.device)
+        return labels, smooth(F.one_hot(labels, classes), smoothing)
 
 
 # ---- training
@@ -100,6 +106,7 @@ class TrainLoader(Loader):
     _: KW_ONLY
     seed: int = 0
     broken_limit: float = BROKEN_LIMIT
+    step: int | None = None  # images of an optimizer's step, which has several batches of micro-batches; None: `batch`
 
     def __post_init__(self) -> None:
         batch, world = self.batch, self.world
@@ -151,12 +158,18 @@ class TrainLoader(Loader):
         low, high = (self.batch * r // self.world for r in (self.rank, self.rank + 1))
         start = self.batch * np.arange(count)[:, None]
         mine = (start + np.arange(low, high)).ravel()
-        mix = draw_mix(key[(start + (np.arange(low, high) & ~1)).ravel()], self.augment)
+        mix = draw_mix(self._mix_keys(key, place)[(start + (np.arange(low, high) & ~1)).ravel()], self.augment)
         other = mine if mix is None else (start + partners(self.batch)[low:high]).ravel()
         places = np.concatenate([mine, np.setdiff1d(other, mine)])
         found = np.zeros(len(index), np.int64)
         found[places] = np.arange(len(places))
         return BatchPlan(index[places], key[places], found[other], mix)
+
+    def _mix_keys(self, key: Keys, place: Ints) -> Keys:
+        """The keys that decide how the images with the keys `key`, at a place in the stream, are mixed."""
+        if self.augment.mix_by == "pair":
+            return key
+        return keys(self.seed, BATCHES, place // (self.step or self.batch))
 
     def _finish(self, plan: BatchPlan, pixels: Tensor, index: Tensor) -> Batch:
         labels, goal = self.labels_and_targets(index, self.augment.label_smoothing)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vitlab.data.rng import CUTMIX, MIXUP, Floats, Ints, Keys, beta, uniforms
@@ -62,6 +61,6 @@ def mix_images(images: Tensor, mix: Mix, partner: Tensor) -> tuple[Tensor, Tenso
     return mixed, weight.mean((1, 2, 3))
 
 
-def targets(labels: Tensor, classes: int, smoothing: float) -> Tensor:
-    """Smoothed one-hot targets, (b, K)."""
-    return F.one_hot(labels, classes).float() * (1 - smoothing) + smoothing / classes
+def smooth(hot: Tensor, smoothing: float) -> Tensor:
+    """Smoothed targets (b, K) of labels that are one-hot, or multi-hot, (b, K)."""
+    return hot.float() * (1 - smoothing) + smoothing / hot.shape[1]

@@ -4,6 +4,7 @@ digits                                scikit-learn's digits, built in
 cifar10, cifar100, oxford-pets, flowers102, imagenet:FOLDER      torchvision's sets
 FOLDER                                class folders; or parquet files; or tar shards
 FILE.parquet, "train-{000..009}.tar", "pipe:COMMAND"             the same by file
+FILE.csv                              paths, labels and splits, see csv_file.py
 OWNER/NAME, OWNER/NAME@REVISION       a set on the Hugging Face hub
 """
 
@@ -15,12 +16,16 @@ from pathlib import Path
 
 import numpy as np
 
-from vitlab.data import builtin, folder, hub, parquet, shards
-from vitlab.data.rng import HOLDOUT, SUBSET, Ints, Keys, keys
+from vitlab.data import builtin, csv_file, folder, hub, parquet, shards
+from vitlab.data.label_sets import LabelSets
+from vitlab.data.rng import HOLDOUT, SUBSET, VALIDATION, Ints, Keys, keys
 from vitlab.data.source import Data, ImageSource, Subset
 from vitlab.errors import UserError
+from vitlab.text import listed
 
 log = logging.getLogger("vitlab")
+
+THRESHOLD_SHARE = 0.1  # of a multi-label set's training images, held out to choose thresholds
 
 
 def open_data(
@@ -35,15 +40,25 @@ def open_data(
     """
     if not 0 < holdout < 1:
         raise UserError(f"holdout must be above 0 and below 1, not {holdout}")
-    title = Path(spec).name.removesuffix(".parquet").removesuffix(".tar")
     splits, preferred = find_splits(spec)
-    data = assign_splits(title, splits, preferred or holdout)
+    data = make_data(spec, splits, preferred or holdout)
+    chosen = subset_indices(data.train, seed, subset, per_class)
+    return data if chosen is None else replace(data, train=Subset(data.train, chosen))
+
+
+def make_data(spec: str, splits: Mapping[str, ImageSource], holdout: float) -> Data:
+    """A data set from the splits that `find_splits` found."""
+    title = Path(spec).name.removesuffix(".parquet").removesuffix(".tar").removesuffix(".csv")
+    if "train" not in splits and isinstance(next(iter(splits.values())), folder.FileSource):
+        raise UserError(
+            f"'{spec}' has no train folder, only {listed(splits)}: enough to evaluate on, not to learn from"
+        )
+    data = assign_splits(title, splits, holdout)
     commit = hub.commit_of(next(iter(splits.values())))
     data = replace(data, note=f"{data.note}; the hub's commit {commit}") if commit else data
     for split, source in data.splits.items():
         check_split(source, spec, split)
-    chosen = subset_indices(data.train, seed, subset, per_class)
-    return data if chosen is None else replace(data, train=Subset(data.train, chosen))
+    return data
 
 
 def find_splits(spec: str) -> tuple[Mapping[str, ImageSource], float | None]:
@@ -54,13 +69,15 @@ def find_splits(spec: str) -> tuple[Mapping[str, ImageSource], float | None]:
     if spec in builtin.SETS:
         return builtin.splits(spec), None
     if spec.startswith("imagenet:"):
-        return folder.splits(Path(spec.removeprefix("imagenet:")).expanduser()), None
+        return folder.splits(Path(spec.removeprefix("imagenet:")).expanduser(), others=True), None
     if spec.startswith(shards.PIPE) or spec.endswith(".tar"):
         return shards.splits(spec), None
     if path.is_dir():
         if any(next(path.glob(pattern), None) for pattern in ("*.parquet", "data/*.parquet", "train*/*.parquet")):
             return parquet.splits(sorted(path.rglob("*.parquet")), path), None
         return (shards.splits(f"{path}/*.tar") if next(path.glob("*.tar"), None) else folder.splits(path)), None
+    if spec.endswith(".csv"):
+        return csv_file.splits(path), None
     if spec.endswith(".parquet"):
         return parquet.splits([Path(file) for file in sorted(glob(str(path)))] or [path], path.parent), None
     if hub.is_id(spec):
@@ -73,8 +90,11 @@ def find_splits(spec: str) -> tuple[Mapping[str, ImageSource], float | None]:
 
 
 def assign_splits(title: str, splits: Mapping[str, ImageSource], holdout: float) -> Data:
-    """A training and a test split from those there are; where there is only one, part of it is held out."""
-    labeled = {k: s for k, s in splits.items() if len(s) == 0 or (s.labels >= 0).any()}
+    """A training and a test split from those there are; where there is only one, part of it is held out.
+
+    The thresholds of a multi-label model are chosen on validation images, so a multi-label set always has some.
+    """
+    labeled = {k: s for k, s in splits.items() if len(s) == 0 or has_labels(s)}
     note = "".join(f"the {k} split has no labels and was left out; " for k in splits if k not in labeled)
     if not labeled:
         raise UserError(f"no split of {title} has labels")
@@ -82,13 +102,46 @@ def assign_splits(title: str, splits: Mapping[str, ImageSource], holdout: float)
     test, validation = labeled.get("test"), labeled.get("validation")
     if test is not None:
         note += "train and test are the set's own" + ("" if validation is None else "; validation is kept aside")
-        return Data(title, train, test, validation, note)
-    if validation is not None:
-        return Data(title, train, validation, None, note + "test is the set's validation split")
-    held, hashed = np.zeros(len(train), bool), keys(0, HOLDOUT, np.arange(len(train)))
-    held[pick_per_class(train.labels, lambda count: holdout_size(count, holdout), hashed)] = True
-    note += f"test is {holdout:.0%} of the images, held out class by class"
-    return Data(title, Subset(train, np.flatnonzero(~held)), Subset(train, np.flatnonzero(held)), None, note)
+    elif validation is not None:
+        test, validation, note = validation, None, note + "test is the set's validation split"
+    else:
+        train, test = split_off(train, holdout, HOLDOUT)
+        note += f"test is {holdout:.0%} of the images, held out class by class"
+    return Data(title, train, test, validation, note)
+
+
+def hold_out_validation(data: Data, share: float) -> Data:
+    """The data with a validation split: its own, else the fraction `share` of each class of its training images.
+
+    Which images those are depends on neither the seed nor anything else of a run. A multi-label set needs one, to
+    choose thresholds on.
+    """
+    share = share or (THRESHOLD_SHARE if data.is_multi_label else 0.0)
+    if data.validation is not None or not share:
+        return data
+    train, held = split_off(data.train, share, VALIDATION)
+    if not len(held):
+        if data.is_multi_label:
+            return data  # every class has a single image
+        raise UserError(f"no class of {data.name} has two training images, so none can be held out; set validation=0")
+    note = f"{data.note}; validation is {share:.2g} of the training images, held out class by class"
+    return replace(data, train=train, validation=held, note=note)
+
+
+def has_labels(source: ImageSource) -> bool:
+    return bool(len(source.truth.numbers) if isinstance(source.truth, LabelSets) else (source.truth >= 0).any())
+
+
+def split_off(source: ImageSource, share: float, purpose: int) -> tuple[Subset, Subset]:
+    """The images that stay, and the fraction `share` of each class that is held out, chosen by hashes."""
+    held, hashed = np.zeros(len(source), bool), keys(0, purpose, np.arange(len(source)))
+    held[pick_per_class(strata(source), lambda count: holdout_size(count, share), hashed)] = True
+    return Subset(source, np.flatnonzero(~held)), Subset(source, np.flatnonzero(held))
+
+
+def strata(source: ImageSource) -> Ints:
+    """The class by which each image is drawn, (n,): its label, or the rarest of several."""
+    return source.truth.rarest if isinstance(source.truth, LabelSets) else source.truth
 
 
 def holdout_size(count: int, share: float) -> int:
@@ -104,11 +157,13 @@ def subset_indices(source: ImageSource, seed: int, subset: float | None, per_cla
     if subset is not None:
         if not 0 < subset <= 1:
             raise UserError(f"subset must be above 0 and at most 1, not {subset}")
-        return pick_per_class(source.labels, lambda count: max(1, round(count * subset)), hashed)
+        return pick_per_class(strata(source), lambda count: max(1, round(count * subset)), hashed)
     if per_class is None:
         return None
     if per_class < 1:
         raise UserError(f"per_class must be at least 1, not {per_class}")
+    if source.label_sets is not None:
+        raise UserError("per_class counts images of one label each, and this set is multi-label; use subset")
     short = int((np.bincount(source.labels) < per_class).sum())
     if short:
         log.warning("%d classes have fewer than %d training images; all of them are used", short, per_class)
@@ -134,10 +189,13 @@ def check_split(source: ImageSource, spec: str, split: str) -> None:
             f"'{spec}' has only the class '{''.join(source.classes)}'; a classifier needs two or more, "
             "each in a folder of its own"
         )
-    wrong = np.flatnonzero((source.labels < 0) | (source.labels >= count))
+    sets = source.label_sets
+    numbers = source.labels if sets is None else sets.numbers
+    wrong = np.flatnonzero((numbers < 0) | (numbers >= count))
     if len(wrong):
         first = int(wrong[0])
+        image = first if sets is None else int(sets.rows[first])
         raise UserError(
-            f"{source.name(first)} has the label {source.labels[first]}, outside 0 to {count - 1} (in '{spec}'); "
-            "fix the label or the list of classes"
+            f"{source.name(image)} has the label {numbers[first]}, outside 0 to "
+            f"{count - 1} (in '{spec}'); fix the label or the list of classes"
         )

@@ -10,7 +10,7 @@ from PIL import Image
 
 from vitlab.data.decoder import DecodeHint
 from vitlab.data.images import MAX_FILE_BYTES, BrokenImage, decode
-from vitlab.data.rng import Ints
+from vitlab.data.label_sets import Truth
 from vitlab.data.source import ImageSource
 from vitlab.errors import UserError
 
@@ -36,8 +36,8 @@ class PackedSource(ImageSource):
 
     open_file = staticmethod(open_unbuffered)
 
-    def __init__(self, paths: list[str], index: Index, labels: Ints, classes: tuple[str, ...]) -> None:
-        super().__init__(labels, classes)
+    def __init__(self, paths: list[str], index: Index, truth: Truth, classes: tuple[str, ...]) -> None:
+        super().__init__(truth, classes)
         self.paths, self.shard, self.offset, self.length = paths, index["shard"], index["offset"], index["length"]
         self.opened: dict[int, io.FileIO] = {}
 

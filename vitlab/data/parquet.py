@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vitlab.data.labels import number_names
+from vitlab.data.label_sets import Truth, make_sets
+from vitlab.data.labels import number_names, sort_classes
 from vitlab.data.packed_files import Index, PackedSource, file_state, join_indexes
 from vitlab.data.rng import Ints
 from vitlab.data.sandbox import python_command
@@ -39,9 +40,9 @@ class FlatCopy:
 class ParquetSource(PackedSource):
     """The rows of parquet files, one after another."""
 
-    def __init__(self, files: list[str], copies: list[FlatCopy], labels: Ints, classes: tuple[str, ...]) -> None:
+    def __init__(self, files: list[str], copies: list[FlatCopy], truth: Truth, classes: tuple[str, ...]) -> None:
         index = join_indexes([copy.index for copy in copies])
-        super().__init__([copy.path for copy in copies], index, labels, classes)
+        super().__init__([copy.path for copy in copies], index, truth, classes)
         self.files, self.name_length = files, index["name"]
 
     def name(self, index: int) -> str:
@@ -58,12 +59,22 @@ def splits(files: list[Path], root: Path) -> dict[str, ParquetSource]:
             raise UserError(f"'{file}' is not a file" if file.exists() else f"there is no file '{file}'")
     grouped = group_by_split(map(str, files), str(root))
     copies = {split: [flat_copy(path) for path in paths] for split, paths in grouped.items()}
-    classes = class_names([copy for each in copies.values() for copy in each], root)
+    every = [copy for each in copies.values() for copy in each]
+    if len({"labels" in copy.index for copy in every}) > 1:
+        raise UserError(f"some files in '{root}' have lists of labels and some have one label a row; make them agree")
+    classes = class_names(every, root)
     number = {name: i for i, name in enumerate(classes)}
     return {
-        split: ParquetSource(grouped[split], each, np.concatenate([labels_of(copy, number) for copy in each]), classes)
-        for split, each in copies.items()
+        split: ParquetSource(grouped[split], each, join_labels(each, number), classes) for split, each in copies.items()
     }
+
+
+def join_labels(copies: list[FlatCopy], number: dict[str, int]) -> Truth:
+    """The labels of all rows; of a column of lists, as a multi-label set has them."""
+    labels = np.concatenate([labels_of(copy, number) for copy in copies])
+    if "labels" not in copies[0].index:
+        return labels
+    return make_sets(labels, np.concatenate([copy.index["labels"] for copy in copies]))
 
 
 def class_names(copies: list[FlatCopy], root: Path) -> tuple[str, ...]:
@@ -75,13 +86,13 @@ def class_names(copies: list[FlatCopy], root: Path) -> tuple[str, ...]:
         return given[0]
     words = {word for copy in copies for word in copy.words}
     if words:
-        return tuple(sorted(words))
+        return sort_classes(words)
     labels = np.concatenate([np.zeros(0, np.int64), *(copy.index["label"] for copy in copies)])
     return number_names(int(labels.max(initial=-1)), len(labels), str(root))
 
 
 def labels_of(copy: FlatCopy, number: dict[str, int]) -> Ints:
-    """The label of each row; -1 where it has none."""
+    """The label of each row, or those of each list, one after another; -1 where it has none."""
     labels: Ints = copy.index["label"]
     if not copy.words:
         return labels

@@ -3,7 +3,8 @@
 A few bytes of parquet can expand to any amount of data: nulls in runs, one long value repeated, pages of zeros. So
 nothing else reads parquet. This process has little memory, and a crash affects no other. It writes the images one
 after another to COPY.bin, their positions, labels and class names to COPY.npz, and one line of JSON to its standard
-output: {"note": ...} or {"error": ...}.
+output: {"note": ...} or {"error": ...}. A column of lists is that of a multi-label set: its labels follow each other,
+and their number in each row is kept beside them.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ BATCH = 32  # rows unpacked at a time
 FREE_ROWS, MAX_ROWS = 1_000_000, 20_000_000  # beyond the first, each row needs a byte of the file
 FREE_BYTES, MAX_GROWTH = 256 << 20, 10  # a file may unpack to so many bytes, and so many times its size
 MAX_NAME_LENGTH = 1000  # characters of an image's name
+MAX_LABELS = 1000  # of one image, in a column of lists
 
 
 def main(path: str, copy: str) -> None:
@@ -58,6 +60,7 @@ class FlatCopyWriter:
         self.image, self.label = self.find_column(IMAGE_COLUMNS), self.find_column(LABEL_COLUMNS)
         self.offset, self.length, self.name_length = array("q"), array("q"), array("H")
         self.labels: list[np.ndarray] = []
+        self.counts: list[np.ndarray] | None = None  # of each image's labels, in a column of lists
         self.words: dict[str, int] = {}  # labels that are text, with their numbers
         self.characters = 0
 
@@ -75,12 +78,14 @@ class FlatCopyWriter:
         with open(f"{self.copy}.bin", "wb") as out:
             for batch in self.file.iter_batches(BATCH, columns=[self.image, self.label], use_threads=False):
                 self.write_images(batch.column(self.image), out)
-                self.labels.append(self.to_numbers(batch.column(self.label)))
+                self.labels.append(self.to_numbers(self.flatten(batch.column(self.label))))
                 self.check_rows(len(self.offset))
         about = np.frombuffer(json.dumps({"names": names, "words": list(self.words)}).encode(), np.uint8)
-        label = np.concatenate([np.zeros(0, np.int64), *self.labels])
+        arrays: dict[str, Any] = {"label": np.concatenate([np.zeros(0, np.int64), *self.labels])}
+        if self.counts is not None:
+            arrays["labels"] = np.concatenate([np.zeros(0, np.int64), *self.counts])
         with open(f"{self.copy}.npz", "wb") as index:
-            np.savez(index, offset=self.offset, length=self.length, name=self.name_length, label=label, about=about)
+            np.savez(index, offset=self.offset, length=self.length, name=self.name_length, about=about, **arrays)
         return note and f"'{self.path}': {note}"
 
     def check_rows(self, count: int) -> None:
@@ -112,6 +117,20 @@ class FlatCopyWriter:
             raise UserError(f"the column '{self.image}' of '{self.path}' holds {data.type}, not the bytes of images")
         name = "" if path is None or not path.is_valid else to_text(path)[-MAX_NAME_LENGTH:]
         return None if data is None or not data.is_valid else data.as_buffer(), name.encode()
+
+    def flatten(self, column: Any) -> Any:
+        """The labels of a column of lists one after another, with their number noted; a null is an empty list."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+            return column
+        counts = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        if counts.max(initial=0) > MAX_LABELS:
+            raise UserError(f"'{self.path}' has an image of {counts.max():,} labels; {MAX_LABELS:,} are the most")
+        self.counts = [] if self.counts is None else self.counts
+        self.counts.append(counts)
+        return column.flatten()
 
     def to_numbers(self, column: Any) -> np.ndarray:
         """Labels as numbers; text is numbered in order of appearance; -1 where there is none."""
@@ -151,11 +170,13 @@ def class_names(metadata: dict[bytes, bytes], column: str) -> tuple[list[str], s
     bad: tuple[list[str], str] = [], "the class names in its schema cannot be read and are not used"
     try:
         found = json.loads(metadata.get(b"huggingface", b"{}"))
-        for key in ("info", "features", column, "names"):
-            found = found.get(key)
-            if found is None:
-                return [], ""
-    except (ValueError, RecursionError, AttributeError):  # no JSON, or no objects inside each other
+        for key in ("info", "features", column):
+            found = found.get(key, {})
+        found = found[0] if isinstance(found, list) else found  # lists of labels, in two spellings
+        found = found.get("feature", found).get("names")
+        if found is None:
+            return [], ""
+    except (ValueError, RecursionError, AttributeError, IndexError):  # no JSON, or no objects inside each other
         return bad
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         return bad

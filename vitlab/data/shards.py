@@ -1,5 +1,7 @@
 """Tar shards in the WebDataset layout: for each image KEY.jpg (or .png, .webp …) and KEY.cls with its class.
 
+In a multi-label set KEY.cls holds any number of class numbers, "3 7" or "3,7"; one such file makes the set one.
+
 Shards are indexed once: the position and the label of each image. After that any image is one read, in any order.
 
 Piped shards ("pipe:COMMAND", for sets larger than the disk) are fetched completely into a small cache when training
@@ -18,7 +20,8 @@ from tarfile import ReadError, TarFile, TarInfo
 import numpy as np
 
 from vitlab.data.images import EXTENSIONS
-from vitlab.data.labels import MAX_LABEL_LENGTH, MAX_TOTAL_LENGTH, are_too_many, number_names
+from vitlab.data.label_sets import Truth, sets_of
+from vitlab.data.labels import MAX_LABEL_LENGTH, number_words, to_text
 from vitlab.data.packed_files import (
     MAX_OPEN,
     Index,
@@ -28,15 +31,16 @@ from vitlab.data.packed_files import (
     open_unbuffered,
     short_digest,
 )
-from vitlab.data.rng import Ints
 from vitlab.data.split_names import group_by_split
 from vitlab.errors import UserError
 from vitlab.files import atomic_file, cache_folder, file_lock
-from vitlab.models.config import MOST_CLASSES
 from vitlab.terminal import track
 
 PIPE = "pipe:"
-NUMBER = re.compile(r"-?[0-9]{1,18}")
+SEVERAL = re.compile(
+    rb"(-?[0-9]{1,18}([\s,;]+-?[0-9]{1,18})*)?"
+)  # the label file of a multi-label set: "3 7", or empty
+SEPARATOR = re.compile(rb"[\s,;]+")
 MAX_SHARDS, MAX_MEMBERS = 1_000_000, 2_000_000  # that braces may expand to; files in a shard
 MAX_KEY_BYTES, MAX_HEADER_BYTES = 512, 4096
 
@@ -44,8 +48,8 @@ MAX_KEY_BYTES, MAX_HEADER_BYTES = 512, 4096
 class ShardSource(PackedSource):
     """Images inside tar files, by file, offset and length; `index` is that of `index_shards`."""
 
-    def __init__(self, urls: list[str], index: Index, labels: Ints, classes: tuple[str, ...]) -> None:
-        super().__init__(urls, index, labels, classes)
+    def __init__(self, urls: list[str], index: Index, truth: Truth, classes: tuple[str, ...]) -> None:
+        super().__init__(urls, index, truth, classes)
         self.urls, self.keys = urls, index["key"]
         self.groups = self.shard if urls[0].startswith(PIPE) else None
 
@@ -64,37 +68,23 @@ def splits(spec: str) -> dict[str, ShardSource]:
     root = "" if spec.startswith(PIPE) else os.path.commonpath([os.path.dirname(url) for url in urls])
     grouped = group_by_split(urls, root)
     tables = {split: index_shards(parts) for split, parts in grouped.items()}
-    words = {to_text(word) for table in tables.values() for word in np.unique(table["label"])}
-    if are_too_many(len(words), sum(map(len, words))):
-        raise UserError(f"'{spec}' has more than {MOST_CLASSES:,} different labels, or very long ones")
-    numeric = all(NUMBER.fullmatch(word) for word in words)
-    classes = read_classes(Path(spec).parent / "classes.txt")
-    if classes is None and numeric:
-        images = sum(len(table["label"]) for table in tables.values())
-        classes = number_names(max(map(int, words), default=-1), images, spec)
-    classes = tuple(sorted(words)) if classes is None else classes
-    number = {word: int(word) for word in words} if numeric else {name: i for i, name in enumerate(classes)}
+    given = {word for table in tables.values() for word in np.unique(table["label"]).tolist()}
+    is_multi = all(map(SEVERAL.fullmatch, given)) and any(map(SEPARATOR.search, given))
+    parts = {word: split_label(word) if is_multi else [to_text(word)] for word in given}
+    images = sum(len(table["label"]) for table in tables.values())
+    beside = Path(spec).parent / "classes.txt"
+    classes, number = number_words({part for each in parts.values() for part in each}, images, beside, spec)
     sources = {}
     for split, table in tables.items():
-        labels = np.array([number.get(to_text(word), -1) for word in table["label"]], np.int64)
-        sources[split] = ShardSource(grouped[split], table, labels, classes)
+        rows = [[number.get(part, -1) for part in parts[word]] for word in table["label"].tolist()]
+        truth = sets_of(rows) if is_multi else np.array([row[0] for row in rows], np.int64)
+        sources[split] = ShardSource(grouped[split], table, truth, classes)
     return sources
 
 
-def to_text(word: bytes) -> str:
-    return word.decode("utf-8", "backslashreplace")
-
-
-def read_classes(path: Path) -> tuple[str, ...] | None:
-    """The class names in a file, one per line; None where there is no such file."""
-    if not path.is_file():
-        return None
-    if path.stat().st_size > MAX_TOTAL_LENGTH:
-        raise UserError(f"'{path}' is larger than {MAX_TOTAL_LENGTH >> 20} MB, too large for a list of class names")
-    names = tuple(line[:MAX_LABEL_LENGTH] for line in to_text(path.read_bytes()).splitlines())
-    if len(names) > MOST_CLASSES:
-        raise UserError(f"'{path}' has {len(names):,} lines; a set has at most {MOST_CLASSES:,} classes")
-    return names
+def split_label(word: bytes) -> list[str]:
+    """The class numbers in a label file of a multi-label set."""
+    return [to_text(part) for part in SEPARATOR.split(word)] if word else []
 
 
 def expand(spec: str) -> list[str]:

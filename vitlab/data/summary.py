@@ -52,17 +52,12 @@ def summarize(data: Data, workers: int = 0) -> Summary:
     return Summary(data, splits, duplicates)
 
 
-def class_counts(source: ImageSource) -> Ints:
-    """Images per class, (K,)."""
-    return np.bincount(source.labels, minlength=len(source.classes))
-
-
 def inspect_split(source: ImageSource, workers: int) -> SplitSummary:
     """Sizes, hashes and broken files of one split."""
     chunks = list(read_all(InspectReader(source), len(source), workers, "decoding"))
     rows = torch.cat([chunk.pixels for chunk in chunks]).numpy()  # (n, 3)
     broken = tuple(entry for chunk in chunks for entry in chunk.broken)
-    return SplitSummary(class_counts(source), rows[rows[:, 0] > 0, :2], rows[:, 2], broken)
+    return SplitSummary(source.class_counts(), rows[rows[:, 0] > 0, :2], rows[:, 2], broken)
 
 
 @dataclass
@@ -82,7 +77,7 @@ class InspectReader(ImageReader):
 
 def class_warnings(data: Data) -> list[str]:
     """Problems that the labels alone show: imbalance, small classes, classes without images."""
-    train, test = class_counts(data.train), class_counts(data.test)
+    train, test = data.train.class_counts(), data.test.class_counts()
     warnings = []
     for split, counts in (("training", train), ("test", test)):
         missing = [data.classes[i] for i in np.flatnonzero(counts == 0)]
@@ -125,7 +120,7 @@ def tables(summary: Summary) -> Iterator[Table]:
         table.add_column(heading, justify="right")
     for name, split in summary.splits.items():
         sides = [value_range(split.sizes[:, axis]) for axis in (0, 1)]
-        table.add_row(name, f"{split.counts.sum():,}", value_range(split.counts), *sides, str(len(split.broken)))
+        table.add_row(name, f"{len(data.splits[name]):,}", value_range(split.counts), *sides, str(len(split.broken)))
     yield table
     counts = Table("class", *summary.splits, title="images per class")
     shown = sorted(range(len(classes)), key=lambda i: -summary.splits["train"].counts[i])
@@ -150,7 +145,7 @@ def value_range(values: Ints) -> str:
 
 def contact_sheet(source: ImageSource) -> Image.Image:
     """An image with a row of random samples for each class, or for a dozen classes where there are more."""
-    present = np.unique(source.labels)
+    present = np.flatnonzero(source.class_counts())
     shown = present[np.unique(np.linspace(0, len(present) - 1, min(ROWS, len(present))).round().astype(int))]
     order = keys(0, SAMPLES, np.arange(len(source))).argsort()
     step = CELL + GAP
@@ -159,7 +154,7 @@ def contact_sheet(source: ImageSource) -> Image.Image:
     for row, label in enumerate(shown.tolist()):
         top = GAP + row * step
         pen.text((GAP, top + CELL // 2), printable(source.classes[label])[:26], "black", font, "lm")
-        for column, index in enumerate(order[source.labels[order] == label][:COLUMNS].tolist()):
+        for column, index in enumerate(order[source.has_class(label)[order]][:COLUMNS].tolist()):
             try:
                 image = fit_cell(source.image(index))
             except BrokenImage:

@@ -22,6 +22,7 @@ from vitlab.models.config import Preprocess, Size
 from vitlab.settings import RATE, Range, check_types
 
 Crop = Literal["inception", "resize", "none"]
+MixBy = Literal["pair", "batch"]
 
 ASPECT = (3 / 4, 4 / 3)  # width to height of an inception crop
 TRIES = 10  # aspect ratios tried before the complete image is used
@@ -38,6 +39,7 @@ class Augment:
     randaugment: Annotated[tuple[int, float], Range(0), "operations per image and their magnitude; 0: none"] = (0, 10.0)
     mixup: Annotated[float, Range(0, 1), "alpha of the Beta distribution; 0: none"] = 0.0
     cutmix: Annotated[float, Range(0, 1), "likewise; with both, each pair of images draws one of the two"] = 0.0
+    mix_by: Annotated[MixBy, "draw Mixup and CutMix for each pair of images, or once for the batch"] = "pair"
     label_smoothing: Annotated[float, RATE, "share of the target spread over all classes"] = 0.0
 
     def __post_init__(self) -> None:

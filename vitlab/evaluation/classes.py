@@ -1,4 +1,4 @@
-"""Match the classes of a data set to a model's: by name, and by position only where the model has no names."""
+"""Match the classes of a data set to a model's: by name, by ImageNet's synsets, by number; by position if asked."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from vitlab.data.labels import are_numbers
 from vitlab.data.rng import Ints
 from vitlab.errors import UserError
+from vitlab.evaluation import imagenet
 from vitlab.files import read_text
 
 Names = tuple[str, ...]
@@ -25,21 +27,27 @@ class Match:
     note: str  # how they were matched, for the reader
 
 
-def match_classes(labels: Names | None, count: int, classes: Names) -> Match:
+def match_classes(labels: Names | None, count: int, classes: Names, *, by_position: bool = False) -> Match:
     """Match the `classes` of a data set to a model of `count` classes called `labels` (None: it has no names).
 
-    Raises a UserError where a class is missing from the model or could be several of its classes.
+    Names that are the same match, then synsets and names of ImageNet's classes, then numbers, where the model's classes
+    have only these. Where nothing matches, `by_position` takes the set's classes for the model's in order; without it
+    that is a UserError, as is a class that could be several of the model's.
     """
-    if labels is None:
-        return match_by_position(count, classes)
     if labels == classes:
         return Match(labels, np.arange(count), "by name, all of them")
-    unknown = [name for name in classes if name not in labels]
-    if unknown:
-        raise UserError(
-            f"the model lacks {len(unknown)} of the set's {len(classes)} classes: {quote_names(unknown)}; its own "
-            f"are {quote_names(labels)}; if they are the same by other names, give these with --labels FILE"
-        )
+    if labels is not None and set(classes) <= set(labels):
+        return match_by_name(labels, classes)
+    found = match_imagenet(labels, count, classes) or match_numbers(labels, count, classes)
+    if found is not None:
+        return found
+    if by_position and count == len(classes):
+        ends = f"the model's first is taken for '{classes[0]}', its last for '{classes[-1]}'"
+        return Match(labels or classes, np.arange(count), f"by position, as asked: {ends}")
+    raise UserError(describe_mismatch(labels, count, classes))
+
+
+def match_by_name(labels: Names, classes: Names) -> Match:
     twice = [name for name, times in Counter(labels).items() if times > 1 and name in classes]
     if twice:
         raise UserError(
@@ -47,19 +55,66 @@ def match_classes(labels: Names | None, count: int, classes: Names) -> Match:
             "give them other names with --labels FILE, and the set's folders too"
         )
     number = {name: i for i, name in enumerate(labels)}
-    place = np.array([number[name] for name in classes], np.int64)
-    note = "by name" + (f"; the set has {len(classes)} of the model's {count}" if len(classes) < count else "")
-    return Match(labels, place, note)
+    return Match(labels, np.array([number[name] for name in classes], np.int64), "by name" + share(labels, classes))
 
 
-def match_by_position(count: int, classes: Names) -> Match:
-    if count != len(classes):
-        raise UserError(
-            f"the model has {count} classes without names and the set has {len(classes)}, so it is unclear which is "
-            "which; name the model's with --labels FILE"
-        )
-    ends = f"its first is taken for '{classes[0]}', its last for '{classes[-1]}'"
-    return Match(classes, np.arange(count), f"by position, as the model has no class names: {ends}")
+def match_imagenet(labels: Names | None, count: int, classes: Names) -> Match | None:
+    """Match by ImageNet's class, which two names may mean; None where a side has other classes than ImageNet's."""
+    model, data = imagenet_order(labels, count), imagenet.class_numbers(classes)
+    if model is None or data is None:
+        return None
+    place = {number: i for i, number in enumerate(model.tolist())}
+    if any(number not in place for number in data.tolist()):
+        return None
+    names = labels or imagenet.class_names()
+    found = np.array([place[number] for number in data.tolist()], np.int64)
+    return Match(names, found, "by ImageNet's classes" + share(names, classes))
+
+
+def imagenet_order(labels: Names | None, count: int) -> Ints | None:
+    """The place in ImageNet's order of each of a model's classes; 1,000 without names are in that order."""
+    if has_names(labels, count):
+        return imagenet.class_numbers(labels or ())
+    return np.arange(count) if count == imagenet.CLASSES else None
+
+
+def has_names(labels: Names | None, count: int) -> bool:
+    """Whether a model's classes are called anything but their numbers."""
+    return labels is not None and labels != tuple(map(str, range(count)))
+
+
+def match_numbers(labels: Names | None, count: int, classes: Names) -> Match | None:
+    """Match classes called by numbers to those of a model without names, or of ImageNet's; None for any others."""
+    order = imagenet_order(labels, count)
+    is_imagenet = order is not None and np.array_equal(order, np.arange(imagenet.CLASSES))
+    if not are_numbers(classes) or (has_names(labels, count) and not is_imagenet):
+        return None
+    place = [int(name) for name in classes]
+    if max(place) >= count or len(set(place)) < len(place):
+        return None
+    names = labels or tuple(map(str, range(count)))
+    return Match(names, np.array(place, np.int64), "by number, the first class being 0" + share(names, classes))
+
+
+def share(labels: Names, classes: Names) -> str:
+    few = len(classes) < len(labels)
+    return f"; the set has {len(classes)} of the model's {len(labels)}" if few else ""
+
+
+def describe_mismatch(labels: Names | None, count: int, classes: Names) -> str:
+    strange = imagenet.unknown_names(classes)
+    if strange and imagenet_order(labels, count) is not None and len(strange) < len(classes) / 2:
+        what = f"{len(strange)} of the set's {len(classes)} classes are none of ImageNet's, or may be two of them: "
+        return what + f"{quote_names(strange)}; call them by their synsets, as in n01440764"
+    if labels is None:
+        what = f"the model has {count} classes without names and the set has {len(classes)}, {quote_names(classes)}, "
+        what += "so it is unclear which is which; name the model's with --labels FILE"
+    else:
+        known = set(labels)
+        unknown = [name for name in classes if name not in known]
+        what = f"the model lacks {len(unknown)} of the set's {len(classes)} classes: {quote_names(unknown)}; its own "
+        what += f"are {quote_names(labels)}; if they are the same by other names, give these with --labels FILE"
+    return what + (", or add --by-position if the order is the same" if count == len(classes) else "")
 
 
 def read_names(path: Path, count: int) -> Names:

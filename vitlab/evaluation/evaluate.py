@@ -9,14 +9,17 @@ from typing import Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from vitlab.data.open import check_split, find_splits, open_data
+from vitlab.data.label_sets import make_sets
+from vitlab.data.open import check_split, find_splits, make_data
 from vitlab.data.rng import Ints
 from vitlab.data.source import ImageSource
 from vitlab.errors import UserError
-from vitlab.evaluation.classes import Names, match_classes
-from vitlab.evaluation.extract import ExtractOptions, extract
+from vitlab.evaluation.classes import Names, imagenet_order, match_classes
+from vitlab.evaluation.extract import ExtractOptions, extract_values
+from vitlab.evaluation.imagenet import CLASSES
+from vitlab.evaluation.multi_result import MultiEvaluation, score_sets
 from vitlab.evaluation.piece_cache import Values
-from vitlab.evaluation.real import CLASSES, Lists, image_numbers, score_real
+from vitlab.evaluation.real import Lists, image_numbers, score_real
 from vitlab.evaluation.result import Evaluation
 from vitlab.evaluation.scores import Rate, calibration, calibration_interval, confusion, rate, top_hits
 from vitlab.models.variants import Model
@@ -25,18 +28,25 @@ from vitlab.text import listed
 SPLITS = ("test", "validation", "train", "all")
 
 
-def open_split(spec: str, split: str, holdout: float = 0.2) -> tuple[ImageSource, str]:
-    """Open one split (train, validation, test or all) of a data set; return its images and a note on their origin."""
+def open_split(spec: str, split: str, holdout: float = 0.2, *, trained: bool = False) -> tuple[ImageSource, str]:
+    """Open one split (train, validation, test or all) of a data set; return its images and a note on their origin.
+
+    A set without training images is a test set as it is, unless the model was `trained` on part of it.
+    """
+    if split not in SPLITS:
+        raise UserError(f"there is no split '{split}'; write {listed(SPLITS)}")
+    splits, preferred = find_splits(spec)
     if split == "all":
-        splits, _ = find_splits(spec)
         if len(splits) > 1:
             raise UserError(f"'{spec}' has the splits {listed(splits)}; choose one of them with --split")
         source = next(iter(splits.values()))
         check_split(source, spec, split)
         return source, "every image of the set"
-    if split not in SPLITS:
-        raise UserError(f"there is no split '{split}'; write {listed(SPLITS)}")
-    data = open_data(spec, holdout=holdout)
+    if "train" not in splits and split != "train" and not trained:
+        own = split if split in splits else next(iter(splits))
+        check_split(splits[own], spec, own)
+        return splits[own], f"every image of the set's {own} split"
+    data = make_data(spec, splits, preferred or holdout)
     chosen: ImageSource | None = getattr(data, split)
     if chosen is None:
         raise UserError(f"'{spec}' has no validation split of its own ({data.note}); use --split test or train")
@@ -48,25 +58,63 @@ def evaluate(
     source: ImageSource,
     *,
     labels: Names | None = None,
+    by_position: bool = False,
     real: Lists | None = None,
     keep: Path | None = None,
     **options: Unpack[ExtractOptions],
 ) -> Evaluation:
     """Score a model on every image of a source.
 
-    `labels` are names of the model's classes that replace those stored with it; `real` are the lists of ImageNet
-    ReaL; `keep` is a folder for finished pieces of the logits, from which an interrupted evaluation resumes.
+    `labels` are names of the model's classes that replace those stored with it; `by_position` takes the source's
+    classes for the model's in order where their names do not match; `real` are the lists of ImageNet ReaL; `keep` is a
+    folder for finished pieces of the logits, from which an interrupted evaluation resumes.
     """
     count = model.config.classes
     if count == 0:
         raise UserError("this model has no head, so it names no classes; fine-tune it first, or use fewshot or probe")
-    match = match_classes(labels or model.card.labels, count, source.classes)
+    if source.label_sets is not None or model.card.thresholds is not None:
+        raise UserError("evaluate() is for one label per image, as the model and the set have; use evaluate_sets()")
+    names = labels or model.card.labels
+    match = match_classes(names, count, source.classes, by_position=by_position)
     files = tuple(source.name(i) for i in range(len(source)))
-    if real is not None and count != CLASSES:
-        raise UserError(f"ReaL is about ImageNet's {CLASSES} classes, and this model has {count}")
+    if real is not None:
+        check_real(names, count)
     lists = None if real is None else (real, image_numbers(files, len(real)))
-    logits = extract(model, source, what="logits", keep=keep, title="evaluating", **options)
-    return score(logits.values, match.place[source.labels], match.names, match.note, files, lists)
+    logits = extract_values(model, source, what="logits", keep=keep, title="evaluating", **options)
+    return score(logits, match.place[source.labels], match.names, match.note, files, lists)
+
+
+def evaluate_sets(
+    model: Model,
+    source: ImageSource,
+    *,
+    labels: Names | None = None,
+    by_position: bool = False,
+    keep: Path | None = None,
+    **options: Unpack[ExtractOptions],
+) -> MultiEvaluation:
+    """Score a multi-label model on every image of a source, whose images may also have one label each."""
+    count, thresholds = model.config.classes, model.card.thresholds
+    if thresholds is None:
+        raise UserError("the set is multi-label and this model is not; fine-tune it on such a set first")
+    match = match_classes(labels or model.card.labels, count, source.classes, by_position=by_position)
+    sets = source.label_sets
+    sets = make_sets(source.labels, np.ones(len(source), np.int64)) if sets is None else sets
+    truth, known = np.zeros((len(source), count), bool), np.zeros(count, bool)
+    truth[sets.rows, match.place[sets.numbers]] = True
+    known[match.place] = True
+    files = tuple(source.name(i) for i in range(len(source)))
+    logits = extract_values(model, source, what="logits", keep=keep, title="evaluating", **options)
+    return score_sets(logits, truth, known, thresholds, match.names, match.note, files)
+
+
+def check_real(labels: Names | None, count: int) -> None:
+    """Raise UserError unless a model's classes can be ImageNet's, which ReaL's lists have by number."""
+    if count != CLASSES:
+        raise UserError(f"ReaL is about ImageNet's {CLASSES} classes, and this model has {count}")
+    order = imagenet_order(labels, count)
+    if order is not None and (order != np.arange(CLASSES)).any():
+        raise UserError("ReaL has ImageNet's classes by number, and this model has them in another order")
 
 
 def score(

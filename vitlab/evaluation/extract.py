@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict
 
@@ -21,7 +21,8 @@ from vitlab.data.source import ImageSource, Subset
 from vitlab.device import has_bf16, pick_device, pick_workers
 from vitlab.errors import UserError
 from vitlab.evaluation.piece_cache import PieceCache, Values, What, model_key
-from vitlab.models.config import ResNetConfig
+from vitlab.evaluation.stretched import Stretched
+from vitlab.models.config import LARGEST_SIDE, Preprocess, ResNetConfig
 from vitlab.models.variants import Model
 from vitlab.terminal import progress
 
@@ -33,6 +34,7 @@ WARMUP = 5  # batches before the speed is known
 COMPILE_SECONDS = 120  # of the model's time left, from which compiling it takes less time than it saves
 
 Device = str | torch.device
+Framed = tuple[ImageSource, Preprocess]  # images, and how they become the model's input
 
 
 class ExtractOptions(TypedDict, total=False):
@@ -41,6 +43,7 @@ class ExtractOptions(TypedDict, total=False):
     batch: int | None
     workers: int | None
     device: str
+    resize: int | None
 
 
 @dataclass(frozen=True)
@@ -59,27 +62,49 @@ def extract(
     batch: int | None = None,
     workers: int | None = None,
     device: str = "auto",
+    resize: int | None = None,
     keep: Path | None = None,
     title: str = "features",
 ) -> Features:
-    """Compute the features or logits of every image once, in the source's order, with a progress bar.
+    """Compute the features of every image, see `extract_values`; the source must have one label for each."""
+    labels = source.labels
+    options: ExtractOptions = {"batch": batch, "workers": workers, "device": device, "resize": resize}
+    return Features(extract_values(model, source, what=what, keep=keep, title=title, **options), labels)
+
+
+def extract_values(
+    model: Model,
+    source: ImageSource,
+    *,
+    what: What = "features",
+    batch: int | None = None,
+    workers: int | None = None,
+    device: str = "auto",
+    resize: int | None = None,
+    keep: Path | None = None,
+    title: str = "features",
+) -> Values:
+    """Compute the features or logits of every image once, (n, D) in the source's order, with a progress bar.
 
     `keep` is a folder for finished pieces, from which an interrupted extraction resumes; None keeps nothing. The
     result takes n·D·4 bytes of memory (3.9 GB for ImageNet's 1.28 million images at D = 768), the computation no more
     than a few batches beside it; the folder takes as much again.
 
-    The model's own preprocessing and image size are used. A GPU that has bf16 computes in it, others and CPUs in the
-    weights' own precision. The model is put in eval mode and on the device meanwhile, and restored afterwards. A broken
-    image, a value that is not finite and a batch too large for the device are UserErrors.
+    The model's own preprocessing and image size are used; with `resize`, its normalization alone: images are stretched
+    to a square of that side, and the model's size is cropped from its center, as in the authors' evaluator. A GPU that
+    has bf16 computes in it, others and CPUs in the weights' own precision. The model is put in eval mode and on the
+    device meanwhile, and restored afterwards. A broken image, a value that is not finite and a batch too large for the
+    device are UserErrors.
     """
     target = pick_device(device)
     usual, most = GPU_SIZES if target.type == "cuda" else CPU_SIZES
     size = usual if batch is None else batch
     check_extract(model, source, what, size)
+    framed = (source, model.card.preprocess) if resize is None else stretch_images(model, source, resize)
     n, length = len(source), size * max(1, most // size)  # full batches, so that every piece is cut the same way
     spans = [range(start, min(start + length, n)) for start in range(0, n, length)]
     half = has_bf16(target) and next(model.parameters()).dtype == torch.float32
-    cache = None if keep is None else PieceCache(keep, model_key(model, what, half), source)
+    cache = None if keep is None else PieceCache(keep, model_key(model, what, half, resize), source)
     values = np.empty((n, value_width(model, what)), np.float32)
     with progress(title, n) as advance:
         missing = [span for span in spans if cache is None or not cache.read(span, values, advance)]
@@ -90,7 +115,7 @@ def extract(
             with eval_mode(model, target):
                 run = BatchRunner(model, what, target, half, left)
                 number = pick_workers(target) if workers is None else workers
-                batches = compute_batches(run, model, source, missing, size, number)
+                batches = compute_batches(run, model, framed, missing, size, number)
                 for span in missing:
                     for start in range(span.start, span.stop, size):
                         rows = next(batches)
@@ -98,7 +123,7 @@ def extract(
                         advance(len(rows))
                     if cache is not None:
                         cache.write(span, values)
-    return Features(values, source.labels)
+    return values
 
 
 def check_extract(model: Model, source: ImageSource, what: What, batch: int) -> None:
@@ -108,6 +133,15 @@ def check_extract(model: Model, source: ImageSource, what: What, batch: int) -> 
         raise UserError("there are no images to extract from")
     if what == "logits" and model.config.classes == 0:
         raise UserError("this model has no head and so no class scores; use one with a head, or its features")
+
+
+def stretch_images(model: Model, source: ImageSource, side: int) -> Framed:
+    """The source and the preprocessing with the authors' framing from a square of this side."""
+    size = model.config.image_size
+    if not max(size) <= side <= LARGEST_SIDE:
+        least = f"at least the model's size, {size[0]}x{size[1]}"
+        raise UserError(f"images cannot be resized to {side} pixels: it must be {least}, and at most {LARGEST_SIDE}")
+    return Stretched(source, side, size), replace(model.card.preprocess, fit="stretch")
 
 
 def value_width(model: Model, what: What) -> int:
@@ -163,11 +197,11 @@ class BatchRunner:
 
 
 def compute_batches(
-    run: BatchRunner, model: Model, source: ImageSource, spans: list[range], batch: int, workers: int
+    run: BatchRunner, model: Model, images: Framed, spans: list[range], batch: int, workers: int
 ) -> Iterator[Values]:
     """Yield the values of the spans' images, batch by batch; no batch crosses from one span into the next."""
+    (source, preprocess), size = images, model.config.image_size
     part = Subset(source, np.concatenate([np.arange(span.start, span.stop) for span in spans]))
-    size, preprocess = model.config.image_size, model.card.preprocess
     loader = EvalLoader(part, size, preprocess, batch=batch, workers=workers, device=run.device, resident=False)
     for loaded in loader.batches():
         values = run(loaded.images, len(loaded.images) == batch)

@@ -32,4 +32,5 @@ class FeatureSet:
     def to_json(self, train: Features, test: Features) -> dict[str, Any]:
         """What the numbers computed from these features are about."""
         images = {"train": len(train.labels), "test": len(test.labels)}
-        return {"run": self.run, "data": self.name, "images": images, "width": train.values.shape[1]}
+        about = {"run": self.run, "data": self.name, "images": images, "width": train.values.shape[1]}
+        return about if self.options.get("resize") is None else about | {"resize": self.options["resize"]}

@@ -36,9 +36,10 @@ log = logging.getLogger("vitlab")
 SUFFIX = ".safetensors"
 
 
-def model_key(model: Model, what: What, half: bool) -> str:
+def model_key(model: Model, what: What, half: bool, resize: int | None = None) -> str:
     """Hash everything about a model that its values depend on: weights, settings, preprocessing and precision."""
-    about = [to_json(model.config), to_json(model.card.preprocess), what, "bf16" if half else "full"]
+    about: list[object] = [to_json(model.config), to_json(model.card.preprocess), what, "bf16" if half else "full"]
+    about += [] if resize is None else [resize]
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         plain = tensor.detach().cpu().contiguous()
@@ -68,7 +69,7 @@ class PieceCache:
 
         Where names are not files, the pixels of the first image are hashed instead.
         """
-        digest = hashlib.sha256(self.source.labels[span.start : span.stop].tobytes())
+        digest = hashlib.sha256(self.source.truth[span.start : span.stop].tobytes())
         files = True
         for index in span:
             name = self.source.name(index)

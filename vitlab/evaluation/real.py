@@ -15,9 +15,9 @@ import numpy as np
 from vitlab.data.images import EXTENSIONS
 from vitlab.data.rng import Ints
 from vitlab.errors import UserError
+from vitlab.evaluation.imagenet import CLASSES
 from vitlab.evaluation.scores import Rate, rate
 
-CLASSES = 1000
 # ILSVRC2012_val_00000001, the same with a synset after it, or a bare number; a training image is called n01440764_10026
 NUMBER = re.compile(r"(?:^|.*_)val_(\d+)(?:_n\d{8})?|(\d+)")
 

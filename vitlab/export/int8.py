@@ -78,6 +78,8 @@ def write_int8(request: Int8Request, file: OnnxFile) -> Int8Result:
     model, dynamic_size = request.model, request.dynamic_size
     if not isinstance(model, ViT):
         raise UserError("int8 is for the dense layers of transformers, and this model is a ResNet; use --fp16")
+    if model.card.thresholds is not None:
+        raise UserError("int8 is chosen by the best class, and this model is multi-label; use --fp16")
     if model.config.classes < 2:
         raise UserError("int8 is chosen by the best class, and this model has fewer than two")
     calibration, measured, separate = split_images(request)

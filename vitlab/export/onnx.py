@@ -76,6 +76,8 @@ def metadata(model: Model, any_size: bool) -> dict[str, str]:
     """What a program needs to use the model; lists and objects as JSON."""
     entries: dict[str, object] = {
         "labels": model.card.labels,
+        "multi_label": model.card.thresholds is not None,
+        "thresholds": model.card.thresholds,
         "image_size": model.config.image_size,
         "any_size": any_size,
         "stride": stride_of(model),

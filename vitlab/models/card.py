@@ -1,4 +1,4 @@
-"""What travels with a model's weights besides its config: preprocessing, class names and provenance."""
+"""What travels with a model's weights besides its config: preprocessing, class names, provenance and thresholds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,8 +8,14 @@ from vitlab.models.config import Preprocess
 
 @dataclass(frozen=True)
 class Card:
-    """Preprocessing, class names and provenance of a model: `model.card`, saved and loaded with the weights."""
+    """Preprocessing, class names and provenance of a model: `model.card`, saved and loaded with the weights.
+
+    A multi-label model has `thresholds`: a class is in the image where its probability, the sigmoid of its logit, is
+    at least that of the class. Without them, the probabilities are the softmax of the logits, and one class is right.
+    """
 
     preprocess: Preprocess = field(default_factory=Preprocess)
     labels: tuple[str, ...] | None = None
-    provenance: Mapping[str, str] | None = None  # source, format and sha256 of the file the weights came from
+    # source, format and sha256 of the file the weights came from; of a trained model, of the file it started from
+    provenance: Mapping[str, str] | None = None
+    thresholds: tuple[float, ...] | None = None

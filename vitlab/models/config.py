@@ -8,7 +8,7 @@ from vitlab.settings import POSITIVE, RATE, Range, check_types, is_list
 from vitlab.text import listed
 
 Pool = Literal["token", "mean", "attention"]
-PositionKind = Literal["none", "1d", "2d", "relative", "sinusoidal"]
+PositionKind = Literal["none", "1d", "2d", "relative", "sinusoidal", "sincos2d"]
 Placement = Literal["stem", "every", "shared"]
 AttentionKind = Literal["full", "axial"]
 Gelu = Literal["exact", "tanh"]
@@ -88,12 +88,14 @@ class ViTConfig:
         if kind in ("none", "relative") and place != "stem":
             why = "has nothing to place" if kind == "none" else "is part of every attention layer already"
             raise UserError(f"positions='{kind}' {why}; placement='{place}' is meaningless")
-        if kind == "sinusoidal" and place == "every":
-            raise UserError("sinusoidal tables are fixed, so one per layer is the same as placement='shared'; use that")
+        if kind in ("sinusoidal", "sincos2d") and place == "every":
+            raise UserError(f"{kind} tables are fixed, so one per layer is the same as placement='shared'; use that")
         if kind == "relative" and self.attention == "axial":
             raise UserError("relative positions are offsets in the full grid; use another kind with axial attention")
         if kind == "2d" and self.width % 2:
             raise UserError(f"positions='2d' halves the width for its two axes, and {self.width} is odd")
+        if kind == "sincos2d" and self.width % 4:
+            raise UserError(f"positions='sincos2d' needs a width that 4 divides, and {self.width} is none; set another")
 
     @property
     def stride(self) -> int:

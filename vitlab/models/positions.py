@@ -1,4 +1,4 @@
-"""Position embeddings: learned 1-D and 2-D tables, fixed sinusoids, relative offsets; and how each changes resolution.
+"""Position embeddings: learned tables and fixed sinusoids, each 1-D or 2-D, relative offsets; how each is resampled.
 
 Shapes: N tokens (h*w patches, and a class token where there is one), D width, H heads, K head width,
 T tables (one, or one per layer).
@@ -49,8 +49,25 @@ def sinusoids(length: int, width: int) -> Tensor:
     return torch.where(channel % 2 == 0, angle.sin(), angle.cos()).float()  # (N, D)
 
 
+def sinusoids_2d(grid: Size, width: int) -> Tensor:
+    """Sine and cosine of the column, then of the row, D/4 channels each: wavelengths from 2 pi to 10000 * 2 pi."""
+    quarter = width // 4
+    rate = 10000 ** -(torch.arange(quarter, dtype=torch.float64) / max(1, quarter - 1))
+    y, x = (torch.arange(side, dtype=torch.float64)[:, None] * rate for side in grid)  # (h, D/4), (w, D/4)
+    columns, rows = torch.cat([x.sin(), x.cos()], 1), torch.cat([y.sin(), y.cos()], 1)
+    both = [columns.expand(grid[0], -1, -1), rows[:, None].expand(-1, grid[1], -1)]
+    return torch.cat(both, -1).flatten(0, 1).float()  # (hw, D)
+
+
+def fixed_table(c: ViTConfig) -> Tensor:
+    """The rows of all tokens, (N, D); 2-D sinusoids have no place for the class token, so its row is zero."""
+    if c.positions == "sinusoidal":
+        return sinusoids(c.length, c.width)
+    return F.pad(sinusoids_2d(c.grid, c.width), (0, 0, int(c.token), 0))
+
+
 class Table(nn.Module):
-    """One row of width D per token: learned ("1d") or fixed ("sinusoidal")."""
+    """One row of width D per token: learned ("1d") or fixed ("sinusoidal", "sincos2d")."""
 
     def __init__(self, c: ViTConfig) -> None:
         super().__init__()
@@ -60,7 +77,7 @@ class Table(nn.Module):
             self.table = nn.Parameter(torch.empty(tables, c.length, c.width))
             nn.init.normal_(self.table, std=INIT)
         else:  # kept with the weights: after a resize the rows are no longer the formula's
-            self.register_buffer("table", sinusoids(c.length, c.width)[None])
+            self.register_buffer("table", fixed_table(c)[None])
 
     def forward(self, layer: int) -> Tensor:
         return self.table[layer if self.table.shape[0] > 1 else 0]  # (N, D)
@@ -140,6 +157,6 @@ def offset_index(grid: Size, token: bool) -> Tensor:
 
 def make_positions(c: ViTConfig) -> Table | Axes | None:
     """What is added to the tokens; relative offsets are part of the attention layers instead."""
-    if c.positions in ("1d", "sinusoidal"):
+    if c.positions in ("1d", "sinusoidal", "sincos2d"):
         return Table(c)
     return Axes(c) if c.positions == "2d" else None

@@ -25,6 +25,8 @@ from vitlab.models.images import check_images
 from vitlab.models.positions import Relative, Resample, check_mode, make_positions
 from vitlab.models.resnet import Stem
 
+CUT_STD = 0.8796256610342398  # standard deviation of a normal distribution that is cut off at -2 and 2
+
 
 class ViT(nn.Module):
     """The model that a config describes, with fresh weights, initialized as the authors do."""
@@ -123,6 +125,12 @@ def xavier(layer: nn.Linear | nn.Conv2d) -> None:
     nn.init.xavier_uniform_(layer.weight.flatten(1))  # a patch convolution is a dense layer too
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
+
+
+def lecun_normal(layer: nn.Linear | nn.Conv2d) -> None:
+    """Flax's default: normal, cut off at two deviations, with a variance of 1 / inputs after the cut."""
+    std = layer.weight[0].numel() ** -0.5 / CUT_STD
+    nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
 
 
 def make_block(c: ViTConfig, layer: int) -> nn.Module:

@@ -1,6 +1,6 @@
-"""Figures of a training run by step: its loss, its accuracy on the test set, its learning rate.
+"""Figures of a training run by step: its loss, its accuracy on a split, its learning rate.
 
-Shapes: S steps that were logged, T tests.
+Shapes: S steps that were logged, T evaluations.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -30,10 +30,10 @@ def loss_figure(steps: Ints, loss: Floats) -> "Figure":
     return figure
 
 
-def accuracy_figure(steps: Ints, raw: Floats, averaged: Floats | None = None) -> "Figure":
-    """Draw the test accuracy (T,) of the current weights and, where there are any, of the averaged weights."""
+def accuracy_figure(title: str, steps: Ints, raw: Floats, averaged: Floats | None = None) -> "Figure":
+    """Draw the accuracy (T,) on a split of the current weights and, where there are any, of the averaged weights."""
     with drawing():
-        figure, axes = panel(steps, "test accuracy")
+        figure, axes = panel(steps, title)
         axes.plot(steps, 100 * raw, color=COLORS[1], marker="o", markersize=3.5, label="current weights")
         shown = raw
         if averaged is not None:

@@ -21,10 +21,12 @@ from vitlab.models.config import Preprocess
 from vitlab.models.variants import Model
 from vitlab.weights import load
 
+TOP = 5  # classes of an image by default
+
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most probable classes of one image, best first.
+    """The most probable classes of one image, best first; of a multi-label model, those that it finds in the image.
 
     >>> Prediction("cat.jpg", ("cat", "dog"), (0.75, 0.25)).label
     'cat'
@@ -33,16 +35,17 @@ class Prediction:
     file: str
     labels: tuple[str, ...]
     probabilities: tuple[float, ...]
+    thresholds: tuple[float, ...] | None = None  # of these classes, where the model is multi-label
 
     @property
     def label(self) -> str:
-        """The most probable class."""
-        return self.labels[0]
+        """The most probable class; "" where a multi-label model finds none."""
+        return self.labels[0] if self.labels else ""
 
     @property
     def probability(self) -> float:
-        """The probability of that class."""
-        return self.probabilities[0]
+        """The probability of that class; 0 where a multi-label model finds none."""
+        return self.probabilities[0] if self.labels else 0.0
 
     @property
     def top(self) -> list[tuple[str, float]]:
@@ -76,6 +79,7 @@ class Classifier:
     preprocess: Preprocess
     device: torch.device
     labels: tuple[str, ...]
+    thresholds: Tensor | None  # (K,) of a multi-label model
 
     def __init__(self, model: Model | str | Path, device: str = "auto") -> None:
         loaded = model if isinstance(model, nn.Module) else load(model)
@@ -89,18 +93,20 @@ class Classifier:
         self.model = loaded.float().eval().to(self.device)
         self.preprocess = loaded.card.preprocess
         self.labels = loaded.card.labels or tuple(f"class {i}" for i in range(classes))
+        limits = loaded.card.thresholds
+        self.thresholds = None if limits is None else torch.tensor(limits)
 
-    def predict(self, image: Image.Image | str | Path, top: int = 5) -> Prediction:
+    def predict(self, image: Image.Image | str | Path, top: int | None = None) -> Prediction:
         """The `top` most probable classes of one image, or all where there are fewer.
 
         Args:
             image: a PIL image, or the path of a file. Both are rotated by their EXIF orientation.
-            top: how many classes.
+            top: how many classes; by default five, and of a multi-label model those that reach their thresholds.
 
         Raises:
             UserError: the file cannot be read as an image, or `top` is less than 1.
         """
-        if top < 1:
+        if top is not None and top < 1:
             raise UserError(f"top must be at least 1, not {top}")
         try:
             if isinstance(image, Image.Image):
@@ -125,11 +131,26 @@ class Classifier:
             return self.model(images).float().cpu()
 
     def probabilities(self, pixels: Tensor) -> Tensor:
-        """Probabilities (b, K), of bytes (b, 3, h, w); each row sums to one."""
-        return self.logits(pixels).softmax(-1)
+        """Probabilities (b, K), of bytes (b, 3, h, w); each row sums to one, unless the model is multi-label."""
+        logits = self.logits(pixels)
+        return logits.softmax(-1) if self.thresholds is None else logits.sigmoid()
 
-    def best(self, probabilities: Tensor, top: int, files: Sequence[str]) -> list[Prediction]:
-        """The `top` classes of each row of probabilities (b, K), of equal ones the first; `files` name the rows."""
+    def best(self, probabilities: Tensor, top: int | None, files: Sequence[str]) -> list[Prediction]:
+        """The classes of each row of probabilities (b, K), as `top_classes` has them; `files` name the rows."""
+        found = []
+        for file, (best, values) in zip(files, self.top_classes(probabilities, top), strict=True):
+            limits = None if self.thresholds is None else tuple(self.thresholds[best].tolist())
+            found.append(Prediction(file, tuple(self.labels[i] for i in best), tuple(values), limits))
+        return found
+
+    def top_classes(self, probabilities: Tensor, top: int | None) -> list[tuple[list[int], list[float]]]:
+        """The `top` classes of each row of probabilities (b, K) with these, of equal ones the first.
+
+        None: the first five, and of a multi-label model all that reach their thresholds.
+        """
         values, order = probabilities.sort(stable=True, dim=1, descending=True)
-        rows = zip(files, order[:, :top].tolist(), values[:, :top].tolist(), strict=True)
-        return [Prediction(file, tuple(self.labels[i] for i in best), tuple(value)) for file, best, value in rows]
+        if self.thresholds is not None and top is None:
+            chosen = values >= self.thresholds[order]
+            return [(o[c].tolist(), v[c].tolist()) for o, v, c in zip(order, values, chosen, strict=True)]
+        count = top or TOP
+        return list(zip(order[:, :count].tolist(), values[:, :count].tolist(), strict=True))

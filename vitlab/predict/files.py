@@ -61,8 +61,9 @@ def predict_files(
     summary = PredictSummary(len(indices))
     try:
         classifier = Classifier(run, device)
-        count = min(TOP[kind] if top is None else top, len(classifier.labels))
-        form = make_format(kind, inputs, classifier.labels, count)
+        is_multi = classifier.thresholds is not None
+        count = None if top is None and is_multi else min(top or TOP[kind], len(classifier.labels))
+        form = make_format(kind, inputs, classifier.labels, None if is_multi else count)
         readers = min(pick_workers(classifier.device) if workers is None else workers, len(indices) // 2)
         stream = predict_stream(classifier, inputs, indices, top=count, batch=batch, workers=readers)
         with open_output(out) as file:

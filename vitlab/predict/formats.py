@@ -29,18 +29,19 @@ class Format(Protocol):
 class Table:
     """Aligned columns, as wide as the names need; a path too long for its column loses its beginning."""
 
-    def __init__(self, inputs: Inputs, labels: tuple[str, ...], top: int) -> None:
+    def __init__(self, inputs: Inputs, labels: tuple[str, ...], top: int | None) -> None:
         longest = max(cell_len(printable(inputs.name(i))) for i in range(len(inputs)))
         self.name = max(len("image"), min(NAME_WIDTH, longest))
         self.label = max(len("class"), min(LABEL_WIDTH, max(cell_len(printable(label)) for label in labels)))
         self.top = top
 
     def head(self) -> str:
-        return self.row("image", "class", "probability", "then" if self.top > 1 else "")
+        return self.row("image", "class", "probability", "then" if self.top is None or self.top > 1 else "")
 
     def line(self, prediction: Prediction) -> str:
         then = ", ".join(f"{printable(label)} {value:.1%}" for label, value in prediction.top[1:])
-        return self.row(printable(prediction.file), printable(prediction.label), f"{prediction.probability:.1%}", then)
+        first = (printable(prediction.label), f"{prediction.probability:.1%}") if prediction.labels else ("(none)", "")
+        return self.row(printable(prediction.file), *first, then)
 
     def row(self, name: str, label: str, value: str, then: str) -> str:
         name = set_cell_size(shorten_start(name, self.name), self.name)
@@ -48,13 +49,18 @@ class Table:
 
 
 class JsonLines:
-    """One object a line: {"path": ..., "classes": [{"name": ..., "probability": ...}, ...]}."""
+    """One object a line: {"path": ..., "classes": [{"name": ..., "probability": ...}, ...]}.
+
+    The classes of a multi-label model have their "threshold" too.
+    """
 
     def head(self) -> str:
         return ""
 
     def line(self, prediction: Prediction) -> str:
         classes = [{"name": label, "probability": seven_digits(value)} for label, value in prediction.top]
+        for one, threshold in zip(classes, prediction.thresholds or (), strict=False):
+            one["threshold"] = seven_digits(threshold)
         return json.dumps({"path": prediction.file, "classes": classes}) + "\n"
 
 
@@ -78,10 +84,24 @@ class Csv:
         return text.getvalue()
 
 
-def make_format(kind: FormatName, inputs: Inputs, labels: tuple[str, ...], top: int) -> Format:
+class CsvLists(Csv):
+    """path, labels, probabilities of a multi-label model, separated by ";": a CSV file that a data set may be."""
+
+    def head(self) -> str:
+        return self.row("path", "labels", "probabilities")
+
+    def line(self, prediction: Prediction) -> str:
+        values = ";".join(str(seven_digits(value)) for value in prediction.probabilities)
+        return self.row(prediction.file, ";".join(prediction.labels), values)
+
+
+def make_format(kind: FormatName, inputs: Inputs, labels: tuple[str, ...], top: int | None) -> Format:
+    """The format for predictions of so many classes each; None: of a multi-label model, any number of them."""
     if kind == "table":
         return Table(inputs, labels, top)
-    return JsonLines() if kind == "json" else Csv(top)
+    if kind == "json":
+        return JsonLines()
+    return CsvLists(0) if top is None else Csv(top)
 
 
 def seven_digits(value: float) -> float:

@@ -26,7 +26,7 @@ class PredictionBatch:
 
 
 def predict_stream(
-    classifier: Classifier, inputs: Inputs, indices: range, *, top: int, batch: int | None = None, workers: int
+    classifier: Classifier, inputs: Inputs, indices: range, *, top: int | None, batch: int | None = None, workers: int
 ) -> Iterator[PredictionBatch]:
     """Yield the predictions of the inputs at `indices`, batch by batch."""
     size = batch or BATCH.get(classifier.device.type, CPU_BATCH)

@@ -1,6 +1,6 @@
 """How a run was trained, from its recipe.json and log.jsonl.
 
-Shapes: S steps that were logged, T tests.
+Shapes: S steps that were logged, T evaluations.
 """
 
 from dataclasses import dataclass
@@ -30,9 +30,11 @@ class History:
     steps: Ints  # (S,)
     loss: Floats  # (S,)
     rate: Floats  # (S,)
-    test_steps: Ints  # (T,)
-    accuracy: Floats  # (T,) on the test set
-    averaged: Floats | None  # (T,) on the test set, with averaged weights
+    split: str  # that was evaluated between steps: "validation", or "test" in runs of earlier versions
+    evaluated: Ints  # (T,) steps
+    metric: str  # of the evaluations: accuracy, or map (mean average precision) on a multi-label set
+    accuracy: Floats  # (T,) that on the split
+    averaged: Floats | None  # (T,) likewise, with averaged weights
     seconds: float  # spent on training steps alone, without tests
     speed: float  # images a second, the median; 0 where nothing was logged
 
@@ -56,16 +58,20 @@ def read_history(folder: Path) -> History:
 
 def parse_history(stored: StoredRun, records: list[dict[str, Any]]) -> History:
     steps = [record for record in records if "loss" in record]
-    tests = [record for record in records if "test" in record]
+    split = "validation" if any("validation" in record for record in records) else "test"
+    tests = [record for record in records if split in record]
     speeds = [record_field(record, "speed") for record in records if "speed" in record]
     averaged = all("ema" in record for record in tests) and tests
+    metric = "map" if tests and "map" in record_field(tests[0], split) else "accuracy"
     return History(
         stored.recipe,
         stored.images,
         *(column(steps, "step", np.int64), column(steps, "loss"), column(steps, "lr")),
+        split,
         column(tests, "step", np.int64),
-        column([record_field(record, "test") for record in tests], "accuracy"),
-        column([record_field(record, "ema") for record in tests], "accuracy") if averaged else None,
+        metric,
+        column([record_field(record, split) for record in tests], metric),
+        column([record_field(record, "ema") for record in tests], metric) if averaged else None,
         training_seconds(speeds, stored.recipe.batch),
         float(np.median(column(speeds, "images_per_second"))) if speeds else 0.0,
     )

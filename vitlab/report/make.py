@@ -9,14 +9,15 @@ from pathlib import Path
 
 from vitlab.cost import cost
 from vitlab.data.images import BrokenImage
-from vitlab.data.open import open_data
-from vitlab.data.source import Data
+from vitlab.data.open import hold_out_validation, open_data
+from vitlab.data.source import Data, ImageSource
 from vitlab.device import memory_errors
 from vitlab.errors import UserError
-from vitlab.evaluation.evaluate import evaluate
+from vitlab.evaluation.evaluate import evaluate, evaluate_sets
+from vitlab.evaluation.multi_result import MultiEvaluation
 from vitlab.evaluation.result import Evaluation
 from vitlab.files import write_text
-from vitlab.models.variants import build
+from vitlab.models.variants import Model, build
 from vitlab.plots import curves, scores, style
 from vitlab.plots.scores import NAMED
 from vitlab.report.history import History, read_history
@@ -57,23 +58,31 @@ def make_page(run: str, folder: Path, history: History, data: str | Data | None,
     size = (folder / WEIGHTS).stat().st_size
     subject = Subject(run, history, model.config, opened, cost(lambda: build(model.config)), size)
     start = time.monotonic()
-    scores = evaluate(model, opened.test, device=device) if model.config.classes else None
+    scores = score_model(model, opened.test, device) if model.config.classes else None
     tested = Tested(scores, time.monotonic() - start) if scores else None
+    single = scores if isinstance(scores, Evaluation) else None
     with progress("report", 5 + MOST) as done:
         try:
-            mistakes = worst_mistakes(scores, model, opened.test, device, done) if scores else []
+            mistakes = worst_mistakes(single, model, opened.test, device, done) if single else []
         except BrokenImage as broken:  # it could be read a moment ago
             raise UserError(f"'{broken.name}' cannot be read as an image any more: {broken.why}") from None
-        figures = draw_figures(history, scores)
+        figures = draw_figures(history, single)
         done(5)
     return render(subject, tested, mistakes, figures)
+
+
+def score_model(model: Model, source: ImageSource, device: str) -> Evaluation | MultiEvaluation:
+    if model.card.thresholds is not None:
+        return evaluate_sets(model, source, device=device)
+    return evaluate(model, source, device=device)
 
 
 def open_run_data(recipe: Recipe, spec: str | None) -> Data:
     """The named set, or the run's own, split as the run split it, so that no training image is tested on."""
     try:
         name, seed, subset = spec or recipe.data, recipe.seed, recipe.subset
-        return open_data(name, seed=seed, subset=subset, per_class=recipe.per_class, holdout=recipe.holdout)
+        data = open_data(name, seed=seed, subset=subset, per_class=recipe.per_class, holdout=recipe.holdout)
+        return hold_out_validation(data, recipe.validation)
     except UserError as error:
         if spec is not None:
             raise
@@ -81,14 +90,15 @@ def open_run_data(recipe: Recipe, spec: str | None) -> Data:
 
 
 def draw_figures(history: History, tested: Evaluation | None) -> dict[str, PageFigure]:
-    """The figures for which there is data."""
+    """The figures for which there is data; those of scores for a model of one class per image."""
     figures: dict[str, PageFigure] = {}
     if len(history.steps) > 1:
         figures["loss"] = embed_figure(curves.loss_figure(history.steps, history.loss))
         figures["rate"] = embed_figure(curves.rate_figure(history.steps, history.rate))
-    if len(history.test_steps) > 1:
-        tests = history.test_steps, history.accuracy, history.averaged
-        figures["accuracy"] = embed_figure(curves.accuracy_figure(*tests))
+    if len(history.evaluated) > 1:
+        lines = history.evaluated, history.accuracy, history.averaged
+        title = f"{history.split} {'mAP' if history.metric == 'map' else 'accuracy'}"
+        figures["accuracy"] = embed_figure(curves.accuracy_figure(title, *lines))
     if tested is not None:
         figures["calibration"] = embed_figure(scores.calibration_figure(**vars(tested.calibration)))
         if len(tested.names) <= NAMED:

@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from vitlab import __version__
 from vitlab.cost import Cost
 from vitlab.data.source import Data
+from vitlab.evaluation.multi_result import MultiEvaluation
 from vitlab.evaluation.result import Evaluation
 from vitlab.models.config import ModelConfig, ResNetConfig
 from vitlab.plots.scores import COUNTED
@@ -42,8 +43,12 @@ class Subject:
 class Tested:
     """The scores on the test set, and how long the test took."""
 
-    scores: Evaluation
+    scores: Evaluation | MultiEvaluation
     seconds: float
+
+    @property
+    def is_multi_label(self) -> bool:
+        return isinstance(self.scores, MultiEvaluation)
 
 
 def render(subject: Subject, tested: Tested | None, mistakes: list[Mistake], figures: dict[str, PageFigure]) -> str:

@@ -21,7 +21,10 @@ from vitlab.serving.hosts import AllowedHosts
 from vitlab.serving.middleware import SecurityMiddleware
 from vitlab.serving.service import Service
 
-TopK = Annotated[int, Query(ge=1, le=1000, description="How many classes to return.")]
+TopK = Annotated[
+    int | None,
+    Query(ge=1, le=1000, description="How many classes to return: 5, or those a multi-label model finds."),
+]
 ABOUT = "Image classification and attention maps of one Vision Transformer."
 
 
@@ -56,7 +59,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         responses={200: {"model": schema.Predictions}, **failures},
         openapi_extra=schema.body(service.limits.max_images),
     )
-    async def predict(request: Request, top_k: TopK = 5) -> Response:
+    async def predict(request: Request, top_k: TopK = None) -> Response:
         rows = await service.predict(request)
         return fast_json({"images": [{"name": name, "classes": service.top_classes(row, top_k)} for name, row in rows]})
 
@@ -67,7 +70,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         responses={200: {"model": schema.Explanation}, **failures},
         openapi_extra=schema.body(1),
     )
-    async def explain(request: Request, top_k: TopK = 5) -> Response:
+    async def explain(request: Request, top_k: TopK = None) -> Response:
         name, row, fields = await service.explain(request)
         return await asyncio.to_thread(fast_json, {"name": name, "classes": service.top_classes(row, top_k), **fields})
 

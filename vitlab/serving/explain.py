@@ -63,6 +63,7 @@ def model_info(classifier: Classifier, name: str, limits: Limits) -> ModelInfo:
     config, model = classifier.model.config, classifier.model
     fields: dict[str, Any] = {"name": name, "parameters": sum(p.numel() for p in model.parameters())}
     fields |= {"classes": config.classes, "image_size": config.image_size}
+    fields |= {"multi_label": classifier.thresholds is not None}
     if isinstance(config, ViTConfig):
         axial = config.attention == "axial"
         fields |= {"kind": "vit", "layers": config.depth * (2 if axial else 1), "heads": config.heads, "axial": axial}

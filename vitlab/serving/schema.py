@@ -13,6 +13,7 @@ class ClassProbability(BaseModel):
     index: int
     name: str
     probability: float
+    threshold: float | None = Field(None, description="Of a multi-label model: from where the class counts as found.")
 
 
 class Prediction(BaseModel):
@@ -44,6 +45,7 @@ class ModelInfo(BaseModel):
     name: str
     kind: str
     classes: int
+    multi_label: bool = Field(description="Whether an image may have any number of classes.")
     image_size: list[int]
     parameters: int
     layers: int

@@ -104,10 +104,14 @@ class Service:
             if len(self.batcher) >= self.batcher.queue:
                 raise QueueFull
 
-    def top_classes(self, row: Tensor, k: int) -> list[dict[str, Any]]:
-        best, labels = row.topk(min(k, len(row))), self.classifier.labels
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return [{"index": index, "name": labels[index], "probability": value} for index, value in pairs]
+    def top_classes(self, row: Tensor, k: int | None) -> list[dict[str, Any]]:
+        """The k most probable classes; None: five, and of a multi-label model those that reach their thresholds."""
+        limits, labels = self.classifier.thresholds, self.classifier.labels
+        classes: list[dict[str, Any]] = [
+            {"index": index, "name": labels[index], "probability": value}
+            for index, value in zip(*self.classifier.top_classes(row[None], k)[0], strict=True)
+        ]
+        return classes if limits is None else [one | {"threshold": float(limits[one["index"]])} for one in classes]
 
     def close(self) -> None:
         self.draining = True

@@ -30,13 +30,15 @@ from vitlab.training.auto import higher, machine, run_seconds
 from vitlab.training.loop import train
 from vitlab.training.recipe import Recipe, difference, override
 from vitlab.training.recipes import find
+from vitlab.training.search import Scores, best_of, try_each
 from vitlab.weights import load
 
 RESULTS = "results.json"
 STEPS = 2500
 CROP = 6 / 7  # of the square's sides: 384 of 448 pixels
 # settings that the study itself fixes; the rest of a recipe is open to key=value
-FIXED = ["model", "data", "weights", "steps", "epochs", "evaluate_every", "objective", "subset", "per_class", "holdout"]
+FIXED = ["model", "data", "weights", "steps", "epochs", "evaluate_every", "objective"]
+FIXED += ["subset", "per_class", "holdout", "validation"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Result:
     images: int  # tested
     lr: float
     seconds: float
-    trials: dict[str, float] = field(default_factory=dict)  # learning rate to accuracy on the 200, where tuned
+    trials: Scores = field(default_factory=dict)  # learning rate to accuracy on the 200, where tuned
 
     @property
     def rate(self) -> Rate:
@@ -90,7 +92,7 @@ class Study:
         self.introduce(task, data, number)
         try:
             trials = self.tune(task) if self.rates else {}
-            lr = float(max(trials, key=lambda rate: trials[rate])) if trials else self.recipe.lr
+            lr = float(best_of(trials)) if trials else self.recipe.lr
             folder = self.out / task.name
             report, seconds = self.train(task, data, lr, folder)
         except UserError as error:
@@ -111,19 +113,23 @@ class Study:
             usual = f"{SIZES[BOTH]:,} and {task.tests:,}"
             self.print(f"note: the benchmark has {usual}, so this is not comparable to published numbers")
 
-    def tune(self, task: Task) -> dict[str, float]:
+    def tune(self, task: Task) -> Scores:
         """Train every learning rate on the 800 images and return its accuracy on the 200, by rate as text."""
         data = open_task(self.root, task, tuning=True)
         notes = self.out / task.name / "tuning.json"
-        trials: dict[str, float] = json.loads(notes.read_text()) if notes.is_file() else {}
+        trials: Scores = json.loads(notes.read_text()) if notes.is_file() else {}
         keys = {f"{lr:g}": lr for lr in self.rates}
-        for key, lr in keys.items():
-            if key not in trials:
-                folder = self.out / task.name / f"lr-{key}"
-                trials[key] = self.train(task, data, lr, folder)[0]["accuracy"]
-                write_text(notes, json.dumps(trials) + "\n")
-                shutil.rmtree(folder)
-            self.print(f"{task.name}: learning rate {key}: {trials[key]:.2%} of {len(data.test)} images set aside")
+
+        def run(key: str, folder: Path) -> float:
+            return self.train(task, data, keys[key], folder)[0]["accuracy"]
+
+        def note() -> None:
+            write_text(notes, json.dumps(trials) + "\n")
+            key, score = list(trials.items())[-1]
+            found = "diverged" if score is None else f"{score:.2%} of {len(data.test)} images set aside"
+            self.print(f"{task.name}: learning rate {key}: {found}")
+
+        try_each({key: notes.parent / f"lr-{key}" for key in keys}, trials, run, note)
         return {key: trials[key] for key in keys}
 
     def train(self, task: Task, data: Data, lr: float, folder: Path) -> tuple[dict[str, float], float]:
@@ -250,6 +256,7 @@ def base_recipe(weights: str, model: Model, steps: int, settings: tuple[str, ...
     recipe = dataclasses.replace(
         paper,
         weights=weights,
+        head="new",  # classes are numbers here, and each task's mean something else
         data="vtab",
         steps=steps,
         warmup=min(paper.warmup, steps // 5),

@@ -60,11 +60,11 @@ def finetune_recipe(spec: str, start: str | None, pairs: list[str]) -> FinetuneP
     device = pick_device(asked.device)
     weights, model, warnings = find_weights(asked.weights or start, device)
     if model is None:
-        recipe, why = from_scratch(data, spec)
+        recipe, why = for_labels(data, *from_scratch(data, spec))
         recipe = override(recipe, pairs)
         model = create(recipe.model, classes=len(data.classes), image_size=recipe.image_size, **recipe.model_settings)
     else:
-        recipe, why = from_weights(data, spec, weights, model, device)
+        recipe, why = for_labels(data, *from_weights(data, spec, weights, model, device))
         recipe = override(recipe, pairs)
         model.resize(recipe.image_size)
     recipe = fit_length(recipe, model, data, device, pairs)
@@ -130,6 +130,13 @@ def from_scratch(data: Data, spec: str) -> tuple[Recipe, str]:
     return recipe, f"a small model, AdamW, batch {recipe.batch}, lr {recipe.lr:g}, cosine, Mixup, label smoothing"
 
 
+def for_labels(data: Data, recipe: Recipe, why: str) -> tuple[Recipe, str]:
+    """The recipe with a sigmoid for each class where images have any number of labels."""
+    if not data.is_multi_label:
+        return recipe, why
+    return change(recipe, objective="sigmoid"), f"{why}; a sigmoid for each class, as the set is multi-label"
+
+
 def fit_length(recipe: Recipe, model: Model, data: Data, device: torch.device, pairs: list[str]) -> Recipe:
     """As many epochs as the time limit allows, unless the user set them; the warm-up is at most a tenth of the run."""
     keys = {pair.partition("=")[0] for pair in pairs}
@@ -179,7 +186,9 @@ def gpu_seconds(recipe: Recipe, c: Cost, data: Data, device: torch.device) -> fl
 def workload(recipe: Recipe, data: Data) -> tuple[int, int]:
     """Images that a run trains on and tests on, with averaged weights twice; a test takes a forward pass alone."""
     seen = count_steps(recipe, len(data.train)) * recipe.batch
-    return seen, evaluations(seen, len(data.test)) * len(data.test) * (2 if recipe.ema else 1)
+    choose = 0 if data.validation is None else len(data.validation)
+    tested = len(data.test) + (evaluations(seen, choose) * choose if choose else 0)
+    return seen, tested * (2 if recipe.ema else 1)
 
 
 def run_seconds(recipe: Recipe, model: Model, data: Data, device: torch.device) -> float:

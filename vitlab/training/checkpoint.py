@@ -17,11 +17,11 @@ from typing import Annotated, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vitlab.errors import UserError
-from vitlab.files import fsync, largest_number, read_json, sha256
+from vitlab.files import fsync, largest_number, read_json, save_tensors, sha256
 from vitlab.settings import Range, check_types, from_json
 from vitlab.text import brief
 from vitlab.training.optim import Average
@@ -114,7 +114,7 @@ def write_checkpoint(folder: Path, state: dict[str, Tensor], meta: CheckpointMet
     """Write a checkpoint; the one that was there becomes `.old`."""
 
     def write(new: Path) -> None:
-        save_file({name: tensor.cpu().contiguous() for name, tensor in state.items()}, new / TENSORS)
+        save_tensors({name: tensor.cpu().contiguous() for name, tensor in state.items()}, new / TENSORS)
         write_meta(new, meta)
 
     replace_folder(folder, write)

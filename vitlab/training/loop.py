@@ -1,4 +1,4 @@
-"""The training loop, for pre-training and fine-tuning: steps, tests, checkpoints, and the model at the end."""
+"""The training loop, for pre-training and fine-tuning: steps, validations, checkpoints, the test, the model."""
 
 import time
 from contextlib import closing, nullcontext
@@ -25,10 +25,11 @@ from vitlab.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended: its folder, its last test report, and how long it took this time."""
+    """How a run ended: its folder, its test report, and how long it took this time."""
 
     folder: Path
     report: dict[str, float]
+    score: float  # of the report: higher is better
     seconds: float
     first: bool  # whether this is the first of the run's processes
     data: Data  # it was trained and tested on
@@ -58,11 +59,15 @@ def train(
         setup = prepare_run(recipe, out, cluster, resume=resume, data=data, accept=accept_data_changes)
         with sound_kernels(cluster.device, setup.config.length), closing(Trainer(setup, cluster)) as trainer:
             saver = Saver(setup, cluster, sharded=trainer.is_sharded)
-            run = Run(trainer, Recorder(setup, cluster, console or Console(), trainer.restored), saver, signals)
+            console = console or Console()
+            if cluster.first and setup.data.validation is not None:
+                console.print(f"data: {setup.data.note}", highlight=False, markup=False, soft_wrap=True)
+            run = Run(trainer, Recorder(setup, cluster, console, trainer.restored), saver, signals)
             run.run()
+            score = trainer.objective.score(run.report)
         if signals.number:  # during the last step or after it
             raise Stopped(signals.number, f"stopped; the run in {out} is complete, `vitlab report {out}` describes it")
-        return TrainResult(out, run.report, time.monotonic() - began, cluster.first, setup.data)
+        return TrainResult(out, run.report, score, time.monotonic() - began, cluster.first, setup.data)
 
 
 class Run:
@@ -73,7 +78,7 @@ class Run:
         self.recipe, self.cluster, self.steps = trainer.recipe, trainer.cluster, trainer.steps
         start = trainer.restored
         self.done, self.best, self.tested = start.step, start.best, start.tested
-        self.report: dict[str, float] = {}  # the last test's
+        self.report: dict[str, float] = {}  # the test's
 
     def run(self) -> None:
         """Train to the last step and save the model.
@@ -102,7 +107,7 @@ class Run:
                     self.save(wait=bool(end or stop))
                 if stop and not end:
                     raise self.stopped(stop)
-            self.saver.save_final(self.trainer.final_weights())
+            self.saver.save_final(self.trainer.final_weights(), self.trainer.thresholds())
             self.report = self.report or last_report(self.trainer.setup.out / LOG)  # resumed after its last step
 
     def stop_signal(self) -> int:
@@ -119,27 +124,37 @@ class Run:
         return Stopped(number, f"stopped at step {self.done} of {self.steps}, saved; continue with --resume")
 
     def evaluate(self) -> None:
-        """Test the model, log the reports, and save the best model so far.
+        """Validate the model and save it if it is the best so far; after the last step, test it.
 
-        A signal interrupts a test: the run is saved without it, and tested first when it is resumed. Several processes
-        finish the test, as each waits for the others in it.
+        The test set chooses nothing, so it is used once. A signal interrupts an evaluation: the run is saved without
+        it, and evaluated first when it is resumed. Several processes finish it, as each waits for the others in it.
         """
+        splits = [name for name in self.trainer.eval_loaders if name != "test" or self.done == self.steps]
+        if not splits:
+            return
         self.recorder.flush()  # the log stays in the order of steps, wherever a run is interrupted
         try:
             with self.signals.immediate() if self.cluster.world == 1 else nullcontext():
-                reports = self.trainer.evaluate()
+                reports = {name: self.trainer.evaluate(name) for name in splits}
         except Interrupted:
             self.tested = False
             self.save(wait=True)
             raise self.stopped(self.signals.number) from None
         self.tested = True
-        self.report = reports.get("ema", reports["test"])
-        self.recorder.add_test(self.done, reports, self.report["accuracy"])
-        score = self.trainer.objective.score(self.report)
+        for name, each in reports.items():
+            report = each.get("ema", each[name])
+            self.recorder.add_evaluation(self.done, each, report)
+            if name == "test":
+                self.report = report
+            else:
+                self.keep_best(self.trainer.objective.score(report))
+        self.recorder.restart_clock()
+
+    def keep_best(self, score: float) -> None:
+        """Save the model as the best one, if its score on the validation split is."""
         if self.best is None or score > self.best:
             self.best = score
-            self.saver.save_best(self.trainer.final_weights())
-        self.recorder.restart_clock()
+            self.saver.save_best(self.trainer.final_weights(), self.trainer.thresholds())
 
     def save(self, wait: bool) -> None:
         """Save all that is needed to resume at this step, the length of the log included."""

@@ -43,7 +43,8 @@ def list_images(data: Data, hashed: bool) -> str:
     for split, source in (("train", data.train), ("validation", data.validation), ("test", data.test)):
         if source is None:
             continue
-        named = zip(entries(source, np.arange(len(source)), hashed), source.labels.tolist(), strict=True)
+        labels = (" ".join(map(str, source.labels_of(i))) for i in range(len(source)))
+        named = zip(entries(source, np.arange(len(source)), hashed), labels, strict=True)
         lines += [f"{split}/{escape_name(name)}\t{size}\t{label}\t{digest}\n" for (name, size, digest), label in named]
         lines += [f"{split}/{escape_name(name)}\t{size}\t\t\n" for name, size in containers(source)]
     return "".join(lines)

@@ -2,13 +2,15 @@
 
 Of the corrupted patches 80 % become a learned mask embedding, 10 % another patch's embedding, and 10 % stay as they
 are. The target is the patch's mean color in 3 bits a channel: 8 x 8 x 8 = 512 classes. How a patch is corrupted is a
-hash of (seed, step, image, patch), so a resumed run corrupts the same patches.
+hash of (seed, step, image, patch), so a resumed run corrupts the same patches. Half of the patches are those for which
+a coin falls so, or exactly those with the lowest hashes of the image.
 
 Shapes: B batch, N patches, D width.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from vitlab.training.objectives import at_least_float32
 LEVELS = 8
 COLORS = LEVELS**3
 CORRUPTED, MASKED, SWAPPED = 0.5, 0.8, 0.1
+Masking = Literal["coin", "half"]
 TEST_STEP = -1  # in place of a training step, so that every test corrupts alike
 
 
@@ -38,16 +41,23 @@ class Corruption:
     other: Tensor  # the patch whose embedding a swapped one gets
 
 
-def corrupt(seed: int, step: int, index: Tensor, patches: int) -> Corruption:
+def corrupt(seed: int, step: int, index: Tensor, patches: int, masking: Masking = "coin") -> Corruption:
     """Choose the corruption of every patch of the images number `index`, (B,), at a step."""
     place = torch.arange(patches, device=index.device)
     image = mix(mix(mix(torch.zeros_like(index, dtype=torch.long) + seed) + step) + index)  # (B,)
     keys = mix(image[:, None] + place)  # (B, N)
-    first, second = uniform(mix(keys + 1)), uniform(mix(keys + 2))
+    first, second = mix(keys + 1), uniform(mix(keys + 2))
     distance = 1 + shift_right(mix(keys + 3), 1) % max(1, patches - 1)  # 1 ... N-1: always another patch
-    chosen = first < CORRUPTED
+    if masking == "half":
+        chosen = first.argsort(dim=1, stable=True).argsort(dim=1) < half(patches)
+    else:
+        chosen = uniform(first) < CORRUPTED
     swapped = chosen & (second >= MASKED) & (second < MASKED + SWAPPED)
     return Corruption(chosen, chosen & (second < MASKED), swapped, (place + distance) % patches)
+
+
+def half(patches: int) -> int:
+    return round(CORRUPTED * patches)
 
 
 def color_classes(images: Tensor, preprocess: Preprocess, stride: int) -> Tensor:
@@ -91,10 +101,13 @@ class PatchPrediction:
     seed: int
     grid: Size
     stride: int
+    masking: Masking = "coin"
 
     def loss(self, module: nn.Module, batch: Batch, step: int) -> Tensor:
         losses, _, _, corruption = self.predict(module, batch, step)
-        expected = CORRUPTED * losses.numel()  # not how many were drawn: a mean over micro-batches must add up
+        # not how many were drawn: a mean over micro-batches must add up
+        share = half(losses.shape[1]) / losses.shape[1] if self.masking == "half" else CORRUPTED
+        expected = share * losses.numel()
         return (losses * corruption.chosen).sum() / expected
 
     def sums(self, module: nn.Module, batch: Batch) -> Tensor:
@@ -115,7 +128,7 @@ class PatchPrediction:
 
     def predict(self, module: nn.Module, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor, Corruption]:
         """Losses (B, N), logits (B, N, 512), targets (B, N) and the corruption of a batch."""
-        corruption = corrupt(self.seed, step, batch.index, self.grid[0] * self.grid[1])
+        corruption = corrupt(self.seed, step, batch.index, self.grid[0] * self.grid[1], self.masking)
         targets = color_classes(batch.images, self.preprocess, self.stride)
         logits = module(batch.images, corruption)
         flat = at_least_float32(logits).flatten(0, 1)

@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitlab.data.loader import Batch
+from vitlab.data.rng import Floats, Ints
 from vitlab.evaluation.accuracy import count_hits
+from vitlab.evaluation.multi_label import STEPS, choose_thresholds, count_logits, mean_of_known, rounded_precisions
 from vitlab.models.config import Size
 from vitlab.training.parallel import Cluster
 
@@ -65,10 +68,10 @@ def sigmoid_loss(logits: Tensor, targets: Tensor) -> Tensor:
 LOSSES = {"softmax": softmax_loss, "sigmoid": sigmoid_loss}
 
 
-def start_sigmoid(head: nn.Linear | None) -> None:
+def start_sigmoid(head: nn.Linear | None, bias: float = SIGMOID_BIAS) -> None:
     """Initialize the bias of a head so that it begins by answering "no" to every class."""
     if head is not None:
-        nn.init.constant_(head.bias, SIGMOID_BIAS)
+        nn.init.constant_(head.bias, bias)
 
 
 @dataclass(frozen=True)
@@ -94,14 +97,51 @@ class Classification:
         return report["accuracy"]
 
 
+# ---- classification with any number of labels
+
+
+def start_at_frequency(head: nn.Linear | None, images: Ints, total: int) -> None:
+    """Initialize the bias of a head to the log-odds of each class: (images + 1) of (total + 2)."""
+    if head is not None:
+        odds = (images + 1) / (total - images + 1)
+        head.bias.data.copy_(torch.from_numpy(np.log(odds)))
+
+
+@dataclass(frozen=True)
+class MultiLabel:
+    """Training on a multi-label set, one yes or no for each class."""
+
+    def loss(self, module: nn.Module, batch: Batch, step: int) -> Tensor:
+        return sigmoid_loss(module(batch.images), batch.targets)
+
+    def sums(self, module: nn.Module, batch: Batch) -> Tensor:
+        logits = module(batch.images)
+        loss = sigmoid_loss(logits, batch.labels) * len(logits)
+        return torch.cat([loss.new_tensor([len(logits)]), loss[None], count_logits(logits, batch.labels).flatten()])
+
+    def report(self, sums: list[float]) -> dict[str, float]:
+        """`map` is the mean average precision of the classes, of logits rounded to an eighth."""
+        precisions = rounded_precisions(self.counts(sums))
+        return {"map": mean_of_known(precisions), "loss": sums[1] / sums[0]}
+
+    def score(self, report: dict[str, float]) -> float:
+        return report["map"]
+
+    def thresholds(self, sums: list[float]) -> tuple[float, ...]:
+        return choose_thresholds(self.counts(sums))
+
+    def counts(self, sums: list[float]) -> Floats:
+        return np.array(sums[2:]).reshape(2, -1, STEPS)
+
+
 # ---- the test set, every image exactly once over all processes
 
 
 @torch.no_grad()
-def measure_objective(
+def measure_sums(
     objective: Objective, module: nn.Module, batches: Iterable[Batch], spare: Batch, cluster: Cluster, passes: int
-) -> dict[str, float]:
-    """The objective's report over all batches of all processes, which may differ in size and number.
+) -> list[float]:
+    """The objective's sums over all batches of all processes, which may differ in size and number.
 
     A sharded model gathers its weights from all processes in every pass, so each process makes `passes` of them, the
     last ones on the `spare` batch, which does not count.
@@ -114,7 +154,8 @@ def measure_objective(
     while done < passes or total is None:
         sums = to_float64(objective.sums(module, spare))
         total, done = torch.zeros_like(sums) if total is None else total, done + 1
-    return objective.report(cluster.sum(total).tolist())
+    summed: list[float] = cluster.sum(total).tolist()
+    return summed
 
 
 def to_float64(sums: Tensor) -> Tensor:
@@ -122,7 +163,8 @@ def to_float64(sums: Tensor) -> Tensor:
     return (sums.cpu() if sums.device.type == "mps" else sums).double()
 
 
-def blank_batch(size: Size, device: torch.device) -> Batch:
-    """A batch of one black image."""
-    label = torch.zeros(1, dtype=torch.long, device=device)
-    return Batch(torch.zeros(1, 3, *size, device=device), label, torch.zeros(1, 1, device=device), label)
+def blank_batch(size: Size, device: torch.device, classes: int = 0) -> Batch:
+    """A batch of one black image; of a multi-label set of so many `classes`, where there are any."""
+    index = torch.zeros(1, dtype=torch.long, device=device)
+    labels = torch.zeros(1, classes, dtype=torch.bool, device=device) if classes else index
+    return Batch(torch.zeros(1, 3, *size, device=device), labels, torch.zeros(1, 1, device=device), index)

@@ -12,16 +12,18 @@ Decay = Literal["linear", "cosine", "constant"]
 OptimizerName = Literal["adamw", "sgd"]
 
 
-def learning_rate(step: int, *, base: float, steps: int, warmup: int, decay: Decay) -> float:
-    """The rate of step 0, 1, ... steps-1: up from zero over `warmup` steps, then down to zero over the rest.
+def learning_rate(step: int, *, base: float, steps: int, warmup: int, decay: Decay, end: float = 0.0) -> float:
+    """The rate of step 0, 1, ... steps-1: up from zero over `warmup` steps, then down over the rest.
 
-    The decay runs over the steps after the warm-up, as in the authors' code: with t from 0 to 1,
-    linear is 1 - t, cosine is (1 + cos(pi t)) / 2, constant is 1.
+    The decay runs over the steps after the warm-up, as in the authors' code: with t from 0 to 1, linear goes from
+    base to `end`, cosine is base * (1 + cos(pi t)) / 2, constant is base.
     """
     if step < warmup:
         return base * step / warmup
     t = (step - warmup) / (steps - warmup)
-    return base * {"linear": 1 - t, "cosine": (1 + math.cos(math.pi * t)) / 2, "constant": 1.0}[decay]
+    if decay == "linear":
+        return end + (base - end) * (1 - t)
+    return base * (1 + math.cos(math.pi * t)) / 2 if decay == "cosine" else base
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:

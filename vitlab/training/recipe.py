@@ -14,13 +14,16 @@ from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
 from vitlab.models.config import ImageSize, Preprocess, ViTConfig
 from vitlab.settings import RATE, Range, Setting, annotations, check_all, check_types, describe, parse_settings, to_json
-from vitlab.training.objectives import ObjectiveName
+from vitlab.training.masked import Masking
+from vitlab.training.objectives import SIGMOID_BIAS, ObjectiveName
 from vitlab.training.optim import Decay, OptimizerName
 from vitlab.training.parallel import Parallel
 
 Precision = Literal["auto", "float32", "bfloat16", "float64"]
 Compile = Literal["auto", "yes", "no"]
 Freeze = Literal["none", "body"]
+Head = Literal["auto", "new", "keep"]
+Init = Literal["xavier", "lecun"]
 
 COUNT, STEPS, NUMBER = Range(1), Range(1, 10**12), Range(0)
 NESTED = ("augment", "preprocess", "model_settings")
@@ -38,7 +41,13 @@ class Recipe:
     data: Annotated[str, "images to train on: a folder of class folders or any other source"]
     image_size: ImageSize = (224, 224)
     weights: Annotated[str | None, "weights to start from, as vitlab.load takes them; none: fresh"] = None
+    head: Annotated[Head, "of the weights: auto keeps it if its classes have the data's names; new: zeros"] = "auto"
     objective: Annotated[ObjectiveName, "loss: softmax, sigmoid, or masked patch prediction"] = "softmax"
+    masking: Annotated[Masking, "masked patches: a coin for each, or exactly half of every image's"] = "coin"
+    head_bias: Annotated[float, Range(), "bias of a fresh head with objective=sigmoid"] = SIGMOID_BIAS
+    init: Annotated[Init, "fresh patch projection and pre-logits: Xavier uniform, or the authors' LeCun normal"] = (
+        "xavier"
+    )
     freeze: Annotated[Freeze, "body: only the head learns"] = "none"
     model_settings: Annotated[dict[str, Any], "the model's own settings that differ from its variant's"] = field(
         default_factory=dict
@@ -48,6 +57,7 @@ class Recipe:
     subset: Annotated[float | None, "share of the training images to use"] = None
     per_class: Annotated[int | None, "training images of each class to use"] = None
     holdout: Annotated[float, "share held out for testing where the data has no split of its own"] = 0.2
+    validation: Annotated[float, RATE, "share of train held out to choose on, where there is no validation split"] = 0.0
     augment: Annotated[Augment, "augmentation"] = field(default_factory=Augment)
     preprocess: Annotated[Preprocess | None, "none: the weights' own, or scaling to [-1, 1]"] = None
     resident: Annotated[bool | None, "hold the images in the device's memory; none: where they fit"] = None
@@ -65,6 +75,7 @@ class Recipe:
     lr: Annotated[float, NUMBER, "peak learning rate"] = 1e-3
     warmup: Annotated[int, Range(0, 10**12), "steps of linear warm-up"] = 0
     decay: Annotated[Decay, "learning-rate schedule after the warm-up"] = "cosine"
+    lr_end: Annotated[float, NUMBER, "learning rate at which a linear decay ends"] = 0.0
     weight_decay: Annotated[float, NUMBER, "decoupled, times the learning rate; on kernels only"] = 0.0
     beta1: Annotated[float, RATE, "AdamW's first"] = 0.9
     beta2: Annotated[float, RATE, "AdamW's second"] = 0.999
@@ -84,7 +95,7 @@ class Recipe:
     parallel: Annotated[Parallel, "under torchrun: a complete model in each process, or its shards"] = "ddp"
     workers: Annotated[int | None, Range(0, 1_024), "processes that read images; none: by the machine"] = None
     threads: Annotated[int | None, Range(1, 1_024), "CPU threads; none: torch's choice. Changes rounding"] = None
-    evaluate_every: Annotated[int | None, COUNT, "steps between tests; none: up to ten tests a run"] = None
+    evaluate_every: Annotated[int | None, COUNT, "steps between validations; none: up to ten a run"] = None
     checkpoint_every: Annotated[int, COUNT, "steps between checkpoints"] = 500
     log_every: Annotated[int, COUNT, "steps between log records on disk"] = 10
     tensorboard: Annotated[bool, "write TensorBoard's event files too"] = False
@@ -164,7 +175,7 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 
 
 def resolve_length(recipe: Recipe, images: int, tests: int, world: int) -> Recipe:
-    """The recipe with its length in steps, for so many training and test images on so many processes."""
+    """The recipe with its length in steps, for so many images to train on and to validate on, on so many processes."""
     if recipe.batch % world:
         raise UserError(f"batch={recipe.batch} does not divide over {world} processes; use a multiple of {world}")
     steps = count_steps(recipe, images)
@@ -180,7 +191,7 @@ def count_steps(recipe: Recipe, images: int) -> int:
 
 
 def evaluations(seen: int, tests: int) -> int:
-    """How often to test a run that sees so many images: ten times, or less, to spend little of its time on it."""
+    """How often to validate a run that sees so many images: ten times, or less, to spend little of its time on it."""
     return max(1, min(10, seen // (2 * tests)))
 
 

@@ -21,6 +21,11 @@ from vitlab.training.log import LOG, Log
 from vitlab.training.parallel import Cluster
 from vitlab.training.setup import RunSetup
 
+
+class Diverged(UserError):
+    """A loss or a gradient is no finite number any more."""
+
+
 LINE_SECONDS = 5.0  # between lines where there is no terminal
 
 
@@ -72,7 +77,7 @@ class Recorder:
         values = values.double().cpu()
         for step, rate, loss, norm in zip(steps, rates, *values.tolist(), strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise UserError(
+                raise Diverged(
                     f"the loss of step {step} is {loss} and its gradient's norm {norm}: the run diverged; the last "
                     f"checkpoint is sound: start again in a new --out with a lower lr, a longer warmup or clip=1"
                 )
@@ -95,10 +100,10 @@ class Recorder:
         self.write({"speed": record})
         self.bar.update(step, **shown)
 
-    def add_test(self, step: int, reports: dict[str, dict[str, float]], accuracy: float) -> None:
-        """Log the reports of a test, and show its accuracy."""
+    def add_evaluation(self, step: int, reports: dict[str, dict[str, float]], shown: dict[str, float]) -> None:
+        """Log the reports on a split, and show the accuracy, or mean average precision, of one."""
         self.write({"step": step, **reports})
-        self.bar.update(step, accuracy=f"{accuracy:.2%}")
+        self.bar.update(step, **{key: f"{shown[key]:.2%}" for key in ("accuracy", "map") if key in shown})
 
     def write(self, record: dict[str, Any]) -> None:
         if self.log is not None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from vitlab.errors import UserError
+from vitlab.models.card import Card
 from vitlab.models.variants import build
 from vitlab.training import checkpoint
 from vitlab.training.checkpoint import CheckpointMeta
@@ -38,26 +39,27 @@ class Saver:
         if self.writer is not None:
             self.writer.check_pending()
 
-    def save_best(self, weights: dict[str, Tensor]) -> None:
+    def save_best(self, weights: dict[str, Tensor], thresholds: tuple[float, ...] | None) -> None:
         """Write checkpoints/best: the model alone, as `vitlab.load` reads it."""
         if self.cluster.first:
             best = self.setup.out / "checkpoints" / "best"
-            checkpoint.replace_folder(best, lambda new: self.write_model(new, weights))
+            checkpoint.replace_folder(best, lambda new: self.write_model(new, weights, thresholds))
             shutil.rmtree(checkpoint.sibling(best, "old"), ignore_errors=True)
         self.cluster.barrier()
 
-    def save_final(self, weights: dict[str, Tensor]) -> None:
+    def save_final(self, weights: dict[str, Tensor], thresholds: tuple[float, ...] | None) -> None:
         """Write the model into the run's folder itself: model.safetensors and config.json."""
         if self.cluster.first:
             with checkpoint.disk_errors(self.setup.out):
-                self.write_model(self.setup.out, weights)
+                self.write_model(self.setup.out, weights, thresholds)
         self.cluster.barrier()
 
-    def write_model(self, folder: Path, weights: dict[str, Tensor]) -> None:
+    def write_model(self, folder: Path, weights: dict[str, Tensor], thresholds: tuple[float, ...] | None) -> None:
         model = build(self.setup.config)
         model.load_state_dict(weights)
         labels = None if self.setup.recipe.objective == "masked" else self.setup.data.classes
+        model.card = Card(self.setup.preprocess, labels, self.setup.provenance or None, thresholds)
         try:
-            save(model, folder, preprocess=self.setup.preprocess, labels=labels)
+            save(model, folder)
         except UserError as error:
             raise OSError(str(error)) from error  # `disk_errors` adds how to continue

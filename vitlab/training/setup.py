@@ -13,7 +13,7 @@ from torch import nn
 
 from vitlab.cost import cost
 from vitlab.data.loader import EvalLoader, TrainLoader
-from vitlab.data.open import open_data
+from vitlab.data.open import hold_out_validation, open_data
 from vitlab.data.source import Data
 from vitlab.device import pick_workers
 from vitlab.errors import UserError
@@ -21,16 +21,18 @@ from vitlab.files import atomic_file
 from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig
 from vitlab.models.meta import meta_model
 from vitlab.models.variants import Model, build, create
+from vitlab.models.vit import ViT, lecun_normal
 from vitlab.settings import check_value, from_json, to_json
 from vitlab.text import brief
 from vitlab.training import checkpoint, manifest
 from vitlab.training.checkpoint import CheckpointMeta, FoundCheckpoint, disk_errors
-from vitlab.training.objectives import start_sigmoid
+from vitlab.training.objectives import start_at_frequency, start_sigmoid
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, difference, override, resolve_length
+from vitlab.training.start import choose_head, make_provenance
 from vitlab.training.trust import check_trusted_data, check_trusted_weights, remember_recipe
 from vitlab.weights import load
-from vitlab.weights.formats.vitlab import model_config, model_json
+from vitlab.weights.formats.vitlab import model_config, model_json, read_provenance
 
 RECIPE = "recipe.json"
 MOST_LAYERS = 1_000
@@ -46,6 +48,7 @@ class RunSetup:
     data: Data
     config: ModelConfig
     preprocess: Preprocess
+    provenance: dict[str, str]  # of the trained model
     checkpoint: FoundCheckpoint | None  # to resume from
     initial: Model | None  # the model to start with, where there is no checkpoint
 
@@ -59,6 +62,7 @@ class StoredRun:
     preprocess: Preprocess
     labels: tuple[str, ...]
     images: int
+    provenance: dict[str, str]
 
 
 def read_run(out: Path) -> StoredRun | None:
@@ -73,7 +77,7 @@ def read_run(out: Path) -> StoredRun | None:
         recipe, config = from_json(Recipe, parts["recipe"]), model_config(parts["model"], tensors=MOST_LAYERS)
         preprocess = from_json(Preprocess, parts["preprocess"])
         labels = check_value(about.get("labels"), tuple[str, ...], "labels")
-        return StoredRun(recipe, config, preprocess, labels, images)
+        return StoredRun(recipe, config, preprocess, labels, images, read_provenance(about) or {})
     except UserError as error:
         raise UserError(f"{path} is not the recipe of a run: {brief(error)}; start again in a new --out") from None
 
@@ -116,14 +120,16 @@ def prepare_run(
     cluster.barrier()  # all have read before the first process writes
     if stored is not None and not resume:
         raise UserError(f"{out} holds a run already; continue it with --resume, or choose another --out")
-    data = data or open_recipe_data(recipe)
+    data = hold_out_validation(data or open_recipe_data(recipe), recipe.validation)
+    if data.is_multi_label and recipe.objective == "softmax":
+        raise UserError(f"{data.name} is multi-label, and softmax chooses one class of all; set objective=sigmoid")
     if stored is not None:
         checkpoint.check_own_files(out)
         if stored.labels != tuple(data.classes):
             counts = f"{len(stored.labels)} classes, and {data.name} has {len(data.classes)}, or other names for them"
             raise UserError(f"the run in {out} has {counts}; continue with the same data")
         cluster.agree(lambda: manifest.check_data(out, data, hashed=recipe.hash_data, accept=accept))
-    recipe = resolve_length(recipe, len(data.train), len(data.test), cluster.world)
+    recipe = resolve_length(recipe, len(data.train), len(data.validation or data.test), cluster.world)
     if stored is not None:
         if (key := difference(recipe, stored.recipe)) is not None:
             advice = "continue it with its own settings, or use a new --out"
@@ -131,9 +137,9 @@ def prepare_run(
         found = checkpoint.find_checkpoint(checkpoint.last_checkpoint(out), lambda meta: check_meta(meta, recipe))
         if found is not None:
             check_size(stored.model, found.folder)
-            return RunSetup(out, recipe, data, stored.model, stored.preprocess, found, None)
+            return RunSetup(out, recipe, data, stored.model, stored.preprocess, stored.provenance, found, None)
     model, preprocess = initial_model(recipe, data)
-    setup = RunSetup(out, recipe, data, model.config, preprocess, None, model)
+    setup = RunSetup(out, recipe, data, model.config, preprocess, make_provenance(recipe, data, model), None, model)
     cluster.agree(lambda: write_run_files(setup, new=stored is None, trial=trial))
     return setup
 
@@ -170,17 +176,25 @@ def check_size(config: ModelConfig, folder: Path) -> None:
 
 
 def initial_model(recipe: Recipe, data: Data) -> tuple[Model, Preprocess]:
-    """The model before its first step: fresh, or from weights with a new head."""
+    """The model before its first step: fresh, or from weights with their head or a new one."""
     torch.manual_seed(recipe.seed)
-    classes = 0 if recipe.objective == "masked" else len(data.classes)
+    is_masked = recipe.objective == "masked"
     if recipe.weights is None:
+        classes = 0 if is_masked else len(data.classes)
         model = create(recipe.model, image_size=recipe.image_size, classes=classes, **recipe.model_settings)
+        if recipe.init == "lecun" and isinstance(model, ViT):  # a ResNet's convolutions are drawn so anyway
+            for layer in (model.embed, model.prelogits):
+                if layer is not None:
+                    lecun_normal(layer)
         preprocess = recipe.preprocess or Preprocess()
     else:
-        loaded = load(recipe.weights, classes=classes, image_size=recipe.image_size)
+        loaded = load(recipe.weights, classes=0 if is_masked else None, image_size=recipe.image_size)
+        loaded = loaded if is_masked else choose_head(loaded, recipe, data.classes)
         model, preprocess = with_rates(loaded, recipe), recipe.preprocess or loaded.card.preprocess
     if recipe.objective == "sigmoid" and model.head is not None and not model.head.weight.any():  # a fresh head
-        start_sigmoid(model.head)
+        start_sigmoid(model.head, recipe.head_bias)
+        if data.is_multi_label:
+            start_at_frequency(model.head, data.train.class_counts(), len(data.train))
     return model, preprocess
 
 
@@ -196,6 +210,7 @@ def with_rates(model: Model, recipe: Recipe) -> Model:
         return model
     new = build(dataclasses.replace(model.config, **rates))
     new.load_state_dict(model.state_dict())
+    new.card = model.card
     return new
 
 
@@ -208,21 +223,22 @@ def write_recipe(setup: RunSetup) -> None:
         "preprocess": to_json(setup.preprocess),
         "labels": list(setup.data.classes),
         "images": len(setup.data.train),
+        "provenance": setup.provenance,
     }
     with atomic_file(setup.out / RECIPE, "w", errors=disk_errors) as file:
         file.write(json.dumps(about, indent=1) + "\n")
 
 
-def make_loaders(setup: RunSetup, cluster: Cluster, micro: int) -> tuple[TrainLoader, EvalLoader]:
-    """Loaders of training images, in micro-batches, and of test images."""
+def make_loaders(setup: RunSetup, cluster: Cluster, micro: int) -> tuple[TrainLoader, dict[str, EvalLoader]]:
+    """Loaders of training images, in micro-batches, and of the other splits by name."""
     r, size, preprocess, batch = setup.recipe, setup.config.image_size, setup.preprocess, micro * cluster.world
     workers = pick_workers(cluster.device) if r.workers is None else r.workers
     common: dict[str, Any] = {"workers": workers, "resident": r.resident, **vars(cluster)}  # device, rank and world
-    train = TrainLoader(
-        setup.data.train, size, r.augment, preprocess, batch=batch, seed=r.seed, broken_limit=r.broken_limit, **common
-    )
+    stream: dict[str, Any] = {"batch": batch, "step": r.batch, "seed": r.seed, "broken_limit": r.broken_limit}
+    train = TrainLoader(setup.data.train, size, r.augment, preprocess, **stream, **common)
     batch = min(2 * micro, max(256, TEST_PIXELS // (size[0] * size[1])))  # without gradients, twice as many fit
-    return train, EvalLoader(setup.data.test, size, preprocess, batch=batch, **common)
+    others = {name: source for name, source in setup.data.splits.items() if name != "train"}
+    return train, {name: EvalLoader(source, size, preprocess, batch=batch, **common) for name, source in others.items()}
 
 
 # ---- the micro-batch: as large as fits in memory

@@ -1,4 +1,4 @@
-"""The training step: micro-batches, gradients, the optimizer and averaged weights; and the test between steps.
+"""The training step: micro-batches, gradients, the optimizer and averaged weights; and evaluation between steps.
 
 Everything random is a function of (seed, step), so that a resumed run equals the run that was never interrupted: the
 loader's batches, the model's dropout (its generator is seeded before every micro-batch) and the masks.
@@ -17,6 +17,7 @@ from vitlab.data.loader import Batch
 from vitlab.data.rng import keys
 from vitlab.device import has_bf16, out_of_memory
 from vitlab.errors import UserError
+from vitlab.evaluation.multi_label import EVEN
 from vitlab.models.config import ViTConfig
 from vitlab.models.variants import build
 from vitlab.models.vit import ViT
@@ -25,7 +26,7 @@ from vitlab.training import checkpoint
 from vitlab.training.checkpoint import CheckpointMeta
 from vitlab.training.cuda_graph import GraphedStep, StepResult
 from vitlab.training.masked import MaskedPatches, PatchPrediction
-from vitlab.training.objectives import LOSSES, Classification, Objective, blank_batch, measure_objective
+from vitlab.training.objectives import LOSSES, Classification, MultiLabel, Objective, blank_batch, measure_sums
 from vitlab.training.optim import Average, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from vitlab.training.parallel import Cluster, gather_full, gradient_sync, wrap_module
 from vitlab.training.setup import RunSetup, choose_micro, divisors, make_loaders
@@ -57,7 +58,7 @@ class Trainer:
         self.is_updating = False  # true while the optimizer changes weights
         self.restored = self.restore()
         self.micro = self.restored.micro
-        self.loader, self.test_loader = make_loaders(setup, cluster, self.micro)
+        self.loader, self.eval_loaders = make_loaders(setup, cluster, self.micro)
         self.batches = self.batches_from(self.restored.step)
 
     def close(self) -> None:
@@ -74,12 +75,13 @@ class Trainer:
         if r.objective == "masked":  # never with a frozen body
             if not isinstance(model, ViT) or not isinstance(config, ViTConfig):
                 raise UserError(f"masked patch prediction needs a transformer, and {r.model} is a ResNet")
-            objective = PatchPrediction(self.setup.preprocess, r.seed, config.grid, config.stride)
+            objective = PatchPrediction(self.setup.preprocess, r.seed, config.grid, config.stride, r.masking)
             return MaskedPatches(model).to(device, dtype), objective
         if r.freeze == "body":
             for name, p in model.named_parameters():
                 p.requires_grad_(name.startswith("head."))
-        return model.to(device, dtype), Classification(LOSSES[r.objective])
+        multi = self.setup.data.is_multi_label
+        return model.to(device, dtype), MultiLabel() if multi else Classification(LOSSES[r.objective])
 
     def restore(self) -> CheckpointMeta:
         """Load the checkpoint to resume from, if there is one, and return its metadata.
@@ -161,7 +163,7 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         r = self.recipe
-        return learning_rate(step, base=r.lr, steps=self.steps, warmup=r.warmup, decay=r.decay)
+        return learning_rate(step, base=r.lr, steps=self.steps, warmup=r.warmup, decay=r.decay, end=r.lr_end)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.cluster.device.type, torch.bfloat16, enabled=self.bf16)
@@ -214,32 +216,44 @@ class Trainer:
         self.graphed = None
         self.optimizer.zero_grad()
         self.batches = self.batches_from(step)
-        self.test_loader.shrink(2 * self.micro)
+        for loader in self.eval_loaders.values():
+            loader.shrink(2 * self.micro)
         gc.collect()
         torch.cuda.empty_cache()
 
     # ---- between steps
 
-    def evaluate(self) -> dict[str, dict[str, float]]:
-        """Reports on the test set by kind of weights: "test" for the current ones, "ema" for the averaged ones."""
-        reports = {"test": self.measure()}
+    def evaluate(self, split: str) -> dict[str, dict[str, float]]:
+        """Reports on a split: the current weights' under its name, the averaged ones' under "ema"."""
+        reports = {split: self.objective.report(self.measure(split))}
         if self.average is not None:
             with self.average.swap_in():
-                reports["ema"] = self.measure()
+                reports["ema"] = self.objective.report(self.measure(split))
         return reports
 
+    def thresholds(self) -> tuple[float, ...] | None:
+        """The thresholds of a multi-label model, chosen on validation images; None for any other model."""
+        if not isinstance(self.objective, MultiLabel):
+            return None
+        if "validation" not in self.eval_loaders:
+            return (EVEN,) * len(self.setup.data.classes)
+        with self.average.swap_in() if self.average is not None else nullcontext():
+            return self.objective.thresholds(self.measure("validation"))
+
     @torch.no_grad()
-    def measure(self) -> dict[str, float]:
-        """The objective's report on the test set, every image counted once over all processes."""
+    def measure(self, split: str) -> list[float]:
+        """The objective's sums on a split, every image counted once over all processes."""
         self.module.eval()
-        most = -(-len(self.setup.data.test) // self.cluster.world)  # images of the process that has most
-        passes = -(-most // self.test_loader.batch)
+        loader = self.eval_loaders[split]
+        most = -(-len(loader.source) // self.cluster.world)  # images of the process that has most
+        passes = -(-most // loader.batch)
         module = self.module if self.is_sharded else self.core
-        batches = map(self.cast, self.test_loader.batches())
-        spare = self.cast(blank_batch(self.setup.config.image_size, self.cluster.device))
+        batches = map(self.cast, loader.batches())
+        classes = self.setup.config.classes if isinstance(self.objective, MultiLabel) else 0
+        spare = self.cast(blank_batch(self.setup.config.image_size, self.cluster.device, classes))
         # eager: a test set has batches of two sizes, and each would be compiled anew
         with self.autocast(), torch.compiler.set_stance("force_eager"):
-            return measure_objective(self.objective, module, batches, spare, self.cluster, passes)
+            return measure_sums(self.objective, module, batches, spare, self.cluster, passes)
 
     @property
     def is_sharded(self) -> bool:

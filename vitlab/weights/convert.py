@@ -1,16 +1,28 @@
 """`vitlab convert`: a checkpoint of any format written in another one, tensor for tensor, in the precision it has."""
 
+import contextlib
+import dataclasses
+import functools
+import logging
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from vitlab.errors import UserError
 from vitlab.files import atomic_path
-from vitlab.models.config import Size, as_size
+from vitlab.models.config import Preprocess, Size, as_size
 from vitlab.settings import from_json, takes
 from vitlab.text import listed
+from vitlab.weights.beside import beside_path, describe_preprocess, write_beside
+from vitlab.weights.fold import fold_normalization
+from vitlab.weights.formats import google
 from vitlab.weights.formats.base import FormatDefaults
-from vitlab.weights.load import FORMATS, check_format, read_checkpoint
+from vitlab.weights.formats.google_names import STYLES
+from vitlab.weights.formats.vitlab import WEIGHTS
+from vitlab.weights.load import FORMATS, Checkpoint, check_format, read_checkpoint
+
+log = logging.getLogger("vitlab")
 
 
 @takes(FormatDefaults, skip=("preprocess",))
@@ -21,9 +33,14 @@ def convert(
     *,
     format: str | None = None,
     image_size: int | Size | None = None,
+    names: str | None = None,
+    fold: bool = False,
     **settings: Any,
 ) -> None:
     """Write a checkpoint in another format, tensor for tensor, in the precision it has.
+
+    Preprocessing and class names that the target cannot hold are written beside it, as NAME.vitlab.json, where `load`
+    finds them.
 
     Args:
         source: anything that `vitlab.load` takes.
@@ -31,6 +48,9 @@ def convert(
         to: vitlab, huggingface, timm, torchvision or google.
         format: the source's format, where it fits two.
         image_size: the source's, where neither the file nor its positions determine it.
+        names: of a google file's tensors: published, linen (the authors' current code) or big_vision.
+        fold: put the normalization into the patch projection, so that that of the target's own code gives the same
+            logits; resize and crop remain the model's. Not for models with a ResNet.
         settings: what the source does not state, listed below.
 
     Raises:
@@ -44,6 +64,7 @@ def convert(
     True
     """
     check_format(to)
+    write = pick_writer(to, names)
     path, suffixes = Path(target), [suffix for suffix in FORMATS[to].SUFFIXES if suffix]
     folder = path.suffix not in suffixes
     if folder and "" not in FORMATS[to].SUFFIXES:
@@ -54,5 +75,51 @@ def convert(
     checkpoint = read_checkpoint(source, from_json(FormatDefaults, settings), format=format, image_size=size)
     if size not in (None, checkpoint.config.image_size):
         raise UserError(f"convert does not resample positions; load {source} with image_size={size} and save that")
-    with atomic_path(path, folder) as new:
-        FORMATS[to].write(checkpoint.config, checkpoint.tensors, checkpoint.card, new)
+    if fold:
+        checkpoint = fold_checkpoint(checkpoint, FORMATS[to].PREPROCESS)
+    held = FORMATS[to].holds_card(checkpoint.config, checkpoint.card, folder)
+    write_files(checkpoint, path, folder, write, held)
+
+
+def write_files(checkpoint: Checkpoint, path: Path, folder: bool, write: Callable[..., None], held: bool) -> None:
+    """Write a file or a folder, and what it does not hold of the card beside the weights."""
+    c, card = checkpoint.config, checkpoint.card
+    beside = beside_path(path / WEIGHTS if folder else path)
+    if not held and beside.exists():
+        raise UserError(f"{beside} exists; remove it or name another place")
+    with removed_after_error(None if held else beside), atomic_path(path, folder) as new:
+        write(c, checkpoint.tensors, card, new)
+        if not held:  # complete before the weights get their name, so that they are never there without it
+            weights = new / WEIGHTS if folder else new
+            write_beside(c, card, weights, beside_path(weights) if folder else beside)
+    if not held:
+        words = "preprocessing" if card.labels is None else "preprocessing and class names"
+        how = describe_preprocess(card.preprocess)
+        log.info("%s cannot hold %s (%s): written to %s, for vitlab.load alone", path, words, how, beside)
+
+
+def fold_checkpoint(checkpoint: Checkpoint, theirs: Preprocess) -> Checkpoint:
+    c, card = checkpoint.config, checkpoint.card
+    tensors, preprocess = fold_normalization(c, checkpoint.tensors, card.preprocess, theirs)
+    return Checkpoint(c, tensors, dataclasses.replace(card, preprocess=preprocess))
+
+
+@contextlib.contextmanager
+def removed_after_error(path: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if path is not None:
+            path.unlink(missing_ok=True)
+        raise
+
+
+def pick_writer(to: str, names: str | None) -> Callable[..., None]:
+    """A format's writer; `names` is a style of the authors' names, the only ones that exist in several."""
+    if names is None:
+        return FORMATS[to].write
+    if to != google.NAME:
+        raise UserError(f"names= is for the google format; {to} files have names of one style")
+    if names not in STYLES:
+        raise UserError(f"there are no names '{names}' of google files; there are {listed(STYLES)}")
+    return functools.partial(google.write, names=names)

@@ -9,7 +9,7 @@ from pathlib import Path
 from vitlab.errors import UserError
 from vitlab.text import brief
 
-FILES = ["config.json", "preprocessor_config.json", "model.safetensors"]
+FILES = ["config.json", "preprocessor_config.json", "model.safetensors", "model.safetensors.vitlab.json"]
 OLD_WEIGHTS = "pytorch_model.bin"
 
 

@@ -1,5 +1,6 @@
 """`vitlab.load`: checkpoints of all formats as our models: open, recognize, read, check, transform, fill."""
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -20,9 +21,11 @@ from vitlab.models.variants import Model
 from vitlab.settings import from_json, takes
 from vitlab.text import brief, listed, valid_text
 from vitlab.weights import hub
+from vitlab.weights.beside import read_beside, stored_settings
 from vitlab.weights.formats import google, huggingface, timm, torchvision, vitlab
 from vitlab.weights.formats.base import Format, FormatDefaults, ParsedCheckpoint, RawCheckpoint, settings_of
 from vitlab.weights.formats.table import quote_names, to_vitlab
+from vitlab.weights.formats.vitlab import read_card
 from vitlab.weights.tensors import open_tensors
 
 MODULES: tuple[Format, ...] = (vitlab, huggingface, timm, torchvision, google)
@@ -97,18 +100,30 @@ def read_checkpoint(
 
 def parse_checkpoint(raw: RawCheckpoint, format: str, given: FormatDefaults, image_size: Size | None) -> Checkpoint:
     try:
-        parsed = FORMATS[format].read(raw, given, image_size)
-        tensors = to_vitlab(parsed.table, meta_model(parsed.config).state_dict(), raw.tensors)
+        known = given.over(stored_settings(raw.beside)) if raw.beside else given
+        parsed = FORMATS[format].read(raw, known, image_size)
+        card = read_card(raw.beside, parsed.config) if raw.beside else parsed.card
+        tensors = to_vitlab(parsed.table, meta_model(parsed.config).state_dict(), parsed.tensors)
     except UserError as error:
         is_named = raw.name in str(error) or str(raw.tensors.path) in str(error)
         raise error if is_named else UserError(f"{raw.name}: {error}") from None
     log_defaults(raw, format, parsed)
+    labels = None if card.labels is None else tuple(map(valid_text, card.labels))
+    provenance = card.provenance or origin_of(raw, format)
+    card = dataclasses.replace(card, preprocess=parsed.card.preprocess, labels=labels, provenance=provenance)
+    return Checkpoint(parsed.config, tensors, card)
+
+
+def find_origin(source: str | os.PathLike[str]) -> dict[str, str]:
+    """Name, format and sha256 of the file that a source is, and the commit of one on the hub."""
+    raw = open_source(source)
+    return origin_of(raw, recognize_format(raw, None))
+
+
+def origin_of(raw: RawCheckpoint, format: str) -> dict[str, str]:
     commit = hub.commit_of(raw.tensors.path)
     origin = {"source": raw.name, "format": format, "sha256": sha256(raw.tensors.path)}
-    origin |= {} if commit is None else {"commit": commit}
-    labels = None if parsed.card.labels is None else tuple(map(valid_text, parsed.card.labels))
-    card = dataclasses.replace(parsed.card, labels=labels, provenance=parsed.card.provenance or origin)
-    return Checkpoint(parsed.config, tensors, card)
+    return origin | ({} if commit is None else {"commit": commit})
 
 
 # ---- open
@@ -118,7 +133,7 @@ def open_source(source: str | os.PathLike[str]) -> RawCheckpoint:
     name = os.fspath(source)
     path = Path(name).expanduser()
     if path.is_file():
-        return RawCheckpoint(name, open_tensors(path), {}, {})
+        return open_file(name, path)
     if path.is_dir():
         return open_folder(name, path)
     if isinstance(source, str) and hub.looks_like_id(source):
@@ -126,6 +141,14 @@ def open_source(source: str | os.PathLike[str]) -> RawCheckpoint:
     owner = name.partition("/")[0]
     hint = f" ({owner}/ is a folder here, so this is not a hub id)" if Path(owner).is_dir() and owner else ""
     raise UserError(f"there is no file or folder {name}{hint}")
+
+
+def open_file(name: str, path: Path) -> RawCheckpoint:
+    with contextlib.suppress(UserError):  # the weights of a run folder, whose config.json is theirs
+        if path.name == vitlab.WEIGHTS and vitlab.is_vitlab_folder(path.parent):
+            config = read_json(vitlab.find_config(path.parent))
+            return RawCheckpoint(name, open_tensors(path), config, {})
+    return RawCheckpoint(name, open_tensors(path), {}, {}, read_beside(path))
 
 
 def open_folder(name: str, path: Path) -> RawCheckpoint:
@@ -137,7 +160,7 @@ def open_folder(name: str, path: Path) -> RawCheckpoint:
         raise UserError(f"{name} has neither {vitlab.WEIGHTS} nor {hub.OLD_WEIGHTS}; name a file in it")
     beside = [path / "config.json", path / "preprocessor_config.json"]
     config, processor = (read_json(file) if file.is_file() else {} for file in beside)
-    return RawCheckpoint(name, open_tensors(weights), config, processor)
+    return RawCheckpoint(name, open_tensors(weights), config, processor, read_beside(weights))
 
 
 # ---- recognize
@@ -174,10 +197,10 @@ def log_defaults(source: RawCheckpoint, format: str, parsed: ParsedCheckpoint) -
 # ---- change
 
 
-def replace_head(checkpoint: Checkpoint, classes: int) -> Checkpoint:
+def replace_head(checkpoint: Checkpoint, classes: int, why: str = "") -> Checkpoint:
     """A head of zeros for other classes, on the features themselves: as the paper fine-tunes, without pre-logits.
 
-    With `classes=0` there is no head, and the pre-logits layer stays.
+    With `classes=0` there is no head, and the pre-logits layer stays. The log has the reason, if one is given.
     """
     old = checkpoint.config
     config = dataclasses.replace(old, classes=classes)
@@ -190,8 +213,8 @@ def replace_head(checkpoint: Checkpoint, classes: int) -> Checkpoint:
         zeros = tensors["norm.weight"].new_zeros
         tensors |= {"head.weight": zeros(classes, width), "head.bias": zeros(classes)}
     removed = f"the head of {old.classes} classes" + (" and its pre-logits layer" if len(drop) > 1 else "")
-    log.info("%s: %s", "replaced by zeros" if classes else "left out", removed)
-    return Checkpoint(config, tensors, dataclasses.replace(checkpoint.card, labels=None))
+    log.info("%s: %s%s", "replaced by zeros" if classes else "left out", removed, why and f"; {why}")
+    return Checkpoint(config, tensors, dataclasses.replace(checkpoint.card, labels=None, thresholds=None))
 
 
 def unify_dtype(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from vitlab.models.config import Preprocess
 from vitlab.models.resnet import ResNet
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
-from vitlab.weights.formats.vitlab import overwrite, write
+from vitlab.weights.formats.vitlab import check_thresholds, overwrite, write
 
 
 def save(
@@ -21,6 +21,7 @@ def save(
     *,
     preprocess: Preprocess | None = None,
     labels: Sequence[str] | None = None,
+    thresholds: Sequence[float] | None = None,
 ) -> None:
     """Write a model to a folder that `vitlab.load` takes, completely or not at all.
 
@@ -30,6 +31,8 @@ def save(
             overwritten.
         preprocess: how images become the model's input; by default as in `model.card`.
         labels: class names in the model's order; by default those in `model.card`.
+        thresholds: of a multi-label model, the probability from which each class counts as present; by default those
+            in `model.card`.
 
     Raises:
         UserError: if it is not a vitlab model, the number of labels is not that of the classes, the folder holds
@@ -49,7 +52,8 @@ def save(
     names = old.labels if labels is None else tuple(labels)
     if names is not None and len(names) != inner.config.classes:
         raise UserError(f"there are {len(names)} class names for {inner.config.classes} classes")
-    card = Card(preprocess or old.preprocess, names, old.provenance)
+    limits = check_thresholds(old.thresholds if thresholds is None else tuple(thresholds), inner.config.classes)
+    card = Card(preprocess or old.preprocess, names, old.provenance, limits)
     tensors = {name: tensor.detach().cpu() for name, tensor in inner.state_dict().items()}
     path = Path(folder)
     if path.exists():

@@ -86,7 +86,8 @@ async function show(file) {
     const form = new FormData();
     form.append("image", file, file.name || "pasted picture");
     const start = performance.now();
-    const answer = await ask(`/v1/explain?top_k=${SHOWN_CLASSES}`, { method: "POST", body: form, signal: pending.signal });
+    const count = state.model.multi_label ? "" : `?top_k=${SHOWN_CLASSES}`; // by default those that it finds
+    const answer = await ask(`/v1/explain${count}`, { method: "POST", body: form, signal: pending.signal });
     const picture = await decodePicture(answer.picture);
     if (pending.signal.aborted) return;
     Object.assign(state, { answer, picture });
@@ -103,13 +104,13 @@ function decodePicture(base64) {
 
 function showAnswer(milliseconds) {
   const { model, answer, picture } = state;
-  const [top] = answer.classes;
+  const top = headline(model, answer.classes);
   document.body.classList.remove("busy");
   document.body.classList.add("has-result");
   at("result").hidden = false;
-  at("status").textContent = `${answer.name}: ${top.name}, ${percent(top.probability)}.`;
+  at("status").textContent = `${answer.name}: ${[top.name, top.number].filter(Boolean).join(", ")}.`;
   at("top-class").textContent = top.name;
-  at("top-probability").textContent = percent(top.probability);
+  at("top-probability").textContent = top.number;
   at("top-probability").dataset.value = top.probability;
   at("bars").replaceChildren(...answer.classes.map(bar));
   at("footnote").textContent = `${answer.name}, answered in ${milliseconds.toLocaleString("en")} ms.`;
@@ -122,6 +123,14 @@ function showAnswer(milliseconds) {
     showSteps(at("steps"), model, answer, picture);
   }
   showAttention();
+}
+
+// The best class, or all that a multi-label model finds.
+function headline(model, classes) {
+  const [best] = classes;
+  if (!model.multi_label) return { ...best, number: percent(best.probability) };
+  const name = classes.map((one) => one.name).join(", ") || "none of its classes";
+  return { name, probability: best?.probability ?? 0, number: classes.length === 1 ? percent(best.probability) : "" };
 }
 
 function bar({ name, probability }) {

@@ -117,22 +117,25 @@ export function mean(maps) {
 
 function classes(model, answer) {
   const who = { token: "The class token", mean: "The mean of all tokens", attention: "A last look at all tokens" }[model.pool];
-  const top = answer.classes.slice(0, 3);
+  const top = model.multi_label ? answer.classes : answer.classes.slice(0, 3);
+  const parts = model.multi_label ? top.length : 1; // probabilities of their own do not add up to one
   const rest = Math.max(0, 1 - top.reduce((sum, one) => sum + one.probability, 0));
   const bar = element("div", { className: "shares" });
   for (const one of top) {
     const part = element("span", {});
-    part.style.width = `${one.probability * 100}%`;
+    part.style.width = `${(one.probability / parts) * 100}%`;
     bar.append(part);
   }
   const others = model.classes - top.length;
   const left = others > 0 ? ` The other ${others.toLocaleString("en")} have ${percent(rest)} together.` : "";
   const named = top.map((one) => `“${one.name}” ${percent(one.probability)}`).join(", ");
+  const become = model.multi_label
+    ? `each becomes a probability of its own. Those that reach the class's threshold: ${named || "none"}.`
+    : `the scores become probabilities: ${named}.${left}`;
   return {
     title: `${who} answers`,
     words: [
-      `One last matrix makes a score for each of the ${model.classes.toLocaleString("en")} classes, and the scores become ` +
-        `probabilities: ${named}.${left}`,
+      `One last matrix makes a score for each of the ${model.classes.toLocaleString("en")} classes, and ${become}`,
     ],
     shape: `${model.width} numbers → ${model.classes.toLocaleString("en")} scores`,
     shown: bar,

@@ -7,7 +7,7 @@ logged.
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -43,12 +43,13 @@ class FormatDefaults:
 
 @dataclass(frozen=True)
 class RawCheckpoint:
-    """An opened checkpoint: a file's tensors and the JSON beside it in a hub's folder (empty where there is none)."""
+    """An opened checkpoint: a file's tensors and the JSON with it (empty where there is none)."""
 
     name: str
     tensors: TensorFile
-    config: Mapping[str, Any]
-    processor: Mapping[str, Any]
+    config: Mapping[str, Any]  # config.json of a folder
+    processor: Mapping[str, Any]  # preprocessor_config.json of a hub's folder
+    beside: Mapping[str, Any] = field(default_factory=dict)  # what the file itself cannot hold
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
@@ -63,6 +64,7 @@ class ParsedCheckpoint:
     card: Card
     defaulted: tuple[str, ...]  # names of the settings that are the format's default
     table: list[Row]
+    tensors: TensorFile  # those that the table is for: a file may hold more, or have other names for them
 
 
 class Format(Protocol):
@@ -74,11 +76,16 @@ class Format(Protocol):
     @property
     def SUFFIXES(self) -> tuple[str, ...]: ...  # of the files it writes; "" stands for a folder
 
+    @property
+    def PREPROCESS(self) -> Preprocess: ...  # what its own code usually does to images
+
     def recognizes(self, source: RawCheckpoint) -> bool: ...
 
     def read(self, source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> ParsedCheckpoint: ...
 
     def write(self, config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None: ...
+
+    def holds_card(self, config: ModelConfig, card: Card, folder: bool) -> bool: ...  # whether what it writes does
 
 
 def settings_of(c: ModelConfig) -> FormatDefaults:

@@ -5,15 +5,16 @@ the names in memory differ from those in files; both are read, the files' are wr
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vitlab.errors import UserError
+from vitlab.files import save_tensors
 from vitlab.models.card import Card
 from vitlab.models.config import Gelu, Interpolation, ModelConfig, Preprocess, Size, ViTConfig, as_size
 from vitlab.settings import from_json
@@ -109,9 +110,10 @@ def read_preprocess(source: RawCheckpoint) -> Preprocess | None:
     if resample not in list(RESAMPLE):
         raise UserError(f"{source.name} prepares images by resample={resample!r}; 0, 1, 2 and 3 are supported")
     fields: dict[str, Any] = {"interpolation": RESAMPLE[resample], "fit": "stretch"}
-    edge, cut = find_side(data.get("size"), "shortest_edge"), find_side(data.get("crop_size"), "height")
+    edge, crop = find_side(data.get("size"), "shortest_edge"), data.get("crop_size")
+    cut = min(find_side(crop, "height"), find_side(crop, "width"))
     if edge and cut and data.get("do_center_crop", True):
-        fields |= {"fit": "crop", "crop": min(1.0, cut / edge)}
+        fields |= {"fit": "crop", "crop": find_share(cut, edge, data.get("crop_pct"))}
     elif edge:
         fields |= {"fit": "crop", "crop": 1.0}
     normal = data.get("do_normalize", True)
@@ -129,6 +131,22 @@ def find_side(size: object, key: str) -> int:
     return value if type(value) is int and value > 0 else 0
 
 
+def find_share(cut: int, edge: int, stored: object) -> float:
+    """What share `cut` is of a scaled side of `edge` pixels: of those that give this side back, the shortest number.
+
+    224 of 248 is 0.9, which scales to 248; 224 / 248 may not, by rounding. A stored share that fits is kept.
+    """
+    if isinstance(stored, float) and 0 < stored <= 1 and int(cut / stored) == edge:
+        return stored
+    if cut >= edge:
+        return 1.0
+    for digits in range(1, 16):
+        share = math.floor(cut / edge * 10**digits) / 10**digits
+        if share and int(cut / share) == edge:
+            return share
+    return math.nextafter(cut / edge, 0)
+
+
 def read_labels(source: RawCheckpoint) -> object:
     """The class names, unless they are those that transformers fills in."""
     names = source.config.get("id2label")
@@ -143,14 +161,22 @@ def default_labels(classes: int) -> dict[str, str]:
 # ---- writing
 
 
+def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
+    """None of transformers' processors scales a photo to cover an input that is not square; theirs would pad it."""
+    height, width = config.image_size
+    return card.thresholds is None and (card.preprocess.fit == "stretch" or height == width)
+
+
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
     c = check_vit(config, NAME)
     if c.classes and c.prelogits:
         raise cannot_express(NAME, "a pre-logits layer under a head")
     theirs = from_vitlab(expand(table("vit." if c.classes else ""), c), tensors)
-    save_file(theirs, path / "model.safetensors", {"format": "pt"})
+    save_tensors(theirs, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(describe_model(c, card), indent=2))
-    (path / "preprocessor_config.json").write_text(json.dumps(describe_preprocess(c, card.preprocess), indent=2))
+    if holds_card(c, card, True):
+        text = json.dumps(describe_preprocess(c, card.preprocess), indent=2)
+        (path / "preprocessor_config.json").write_text(text)
 
 
 def describe_model(c: ViTConfig, card: Card) -> dict[str, Any]:
@@ -196,8 +222,9 @@ def describe_preprocess(c: ViTConfig, p: Preprocess) -> dict[str, Any]:
     if p.fit == "crop":
         data |= {
             "image_processor_type": "BitImageProcessor",  # ViT's own cannot crop
-            "size": {"shortest_edge": round(min(height, width) / p.crop)},
+            "size": {"shortest_edge": int(height / p.crop)},  # as evaluation scales: down to an integer
             "do_center_crop": True,
             "crop_size": {"height": height, "width": width},
+            "crop_pct": p.crop,  # for us alone: at another image size the share counts
         }
     return data

@@ -10,7 +10,7 @@ import torch
 
 from vitlab.errors import UserError
 from vitlab.models.card import Card
-from vitlab.models.config import Pool, PositionKind, ResNetConfig, Size, Standardize, StemConfig, ViTConfig
+from vitlab.models.config import Pool, PositionKind, ResNetConfig, Size, Standardize, StemConfig, ViTConfig, as_size
 from vitlab.models.variants import SIZES
 from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
 from vitlab.weights.formats.table import Row, check_names, expand
@@ -36,9 +36,10 @@ def read_vit(
 ) -> ParsedCheckpoint:
     """A ViT by the shapes of its tensors, its format's table (with `#` for a block's number) and the settings.
 
-    `image_size` is the caller's, `config_size` that of the config beside the weights; `stem` has the stages and the
+    `image_size` is the caller's, `config_size` that of the config with the weights; `stem` has the stages and the
     width of a hybrid's ResNet. A UserError names what is missing or does not agree.
     """
+    config_size = config_size or beside_size(source)
     settings = known.over(default)
     width, _, *patch = find_shape(source, table, "embed.weight", 4)
     if patch[0] != patch[1]:
@@ -73,7 +74,7 @@ def read_vit(
     config = dataclasses.replace(config, image_size=size)
     defaulted = FormatDefaults(heads=config.heads).over(default).missing_in(known)
     card = Card(not_none(settings.preprocess), find_labels(source, labels, config.classes))
-    return ParsedCheckpoint(config, card, defaulted, rows)
+    return ParsedCheckpoint(config, card, defaulted, rows, source.tensors)
 
 
 def read_resnet(
@@ -89,23 +90,25 @@ def read_resnet(
     for name in ("heads", "gelu", "norm_eps"):
         if getattr(known, name) is not None:
             raise UserError(f"{source.name} is a ResNet and has no {name}; its norms have group_eps")
+    image_size = beside_size(source) or image_size
     settings = known.over(default)
     width, classes = find_shape(source, table, "root.weight", 4)[0], find_outputs(source, table, "head.weight", 4)
     config = ResNetConfig(image_size or IMAGE_SIZE, stages, width, classes, *convolution_settings(settings))
     defaulted = default.missing_in(known) + (() if image_size else ("image_size",))
     card = Card(not_none(settings.preprocess), find_labels(source, labels, classes))
-    return ParsedCheckpoint(config, card, defaulted, expand(table, config))
+    return ParsedCheckpoint(config, card, defaulted, expand(table, config), source.tensors)
 
 
 def find_row(table: Sequence[Row], ours: str) -> Row:
-    return next(r for r in table if r.ours == (ours,))
+    return next(r for r in table if ours in r.ours)
 
 
 def find_shape(source: RawCheckpoint, table: Sequence[Row], ours: str, rank: int) -> Shape:
-    """The shape that our tensor gets from the file, whose own tensor must have `rank` axes; of blocks, the first."""
+    """The shape that our tensor gets from the file, whose own tensors must have `rank` axes; of blocks, the first."""
     r = find_row(table, ours)
-    shape = stored_shape(source, r.theirs[0].replace("#", "0"), rank)
-    return tuple(r.transform.to_vitlab([torch.empty(shape, device="meta")])[0].shape)
+    shapes = [stored_shape(source, name.replace("#", "0"), rank) for name in r.theirs]
+    made = r.transform.to_vitlab([torch.empty(shape, device="meta") for shape in shapes])
+    return tuple(made[r.ours.index(ours)].shape)
 
 
 def find_outputs(source: RawCheckpoint, table: Sequence[Row], ours: str, rank: int) -> int:
@@ -164,6 +167,10 @@ def find_size(
         f"{source.name} has positions for {patches} patches, which is no square; give image_size=(height, width) with "
         f"that many patches of {stride} pixels"
     )
+
+
+def beside_size(source: RawCheckpoint) -> Size | None:
+    return as_size(source.beside["image_size"]) if "image_size" in source.beside else None
 
 
 def default_heads(source: RawCheckpoint, width: int) -> int:

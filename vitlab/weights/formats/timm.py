@@ -5,6 +5,7 @@ follow, and holds the preprocessing.
 """
 
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -12,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vitlab.errors import UserError
+from vitlab.files import save_tensors
 from vitlab.models.card import Card
 from vitlab.models.config import Fit, Gelu, ModelConfig, Pool, Preprocess, ResNetConfig, Size, ViTConfig, as_size
 from vitlab.settings import from_json
@@ -42,6 +43,7 @@ TANH = r"giantopt|patch32_siglip|large_patch16_siglip(_gap)?_512|so400m_patch16_
 ODD_HEADS = {"vit_base_patch16_gap_224": 16, "test_vit": 2}
 POOLS: dict[Pool, str] = {"token": "token", "mean": "avg", "attention": "map"}
 CROPS: dict[str, Fit] = {"center": "crop", "squash": "stretch"}
+log = logging.getLogger("vitlab")
 
 
 # ---- the tables
@@ -233,6 +235,10 @@ BITS: dict[tuple[tuple[int, ...], int], str] = {
 }
 
 
+def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
+    return folder and card.thresholds is None
+
+
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
     """A folder that timm.create_model("local-dir:...") builds, or the state dict alone."""
     check_expressible(config)
@@ -245,9 +251,11 @@ def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: 
     else:
         table = vit_table(config.stem.stages if config.stem else None)
     theirs = from_vitlab(expand(table, config), tensors)
-    save_file(theirs, path / "model.safetensors" if folder else path, {"format": "pt"})
+    save_tensors(theirs, path / "model.safetensors" if folder else path, {"format": "pt"})
     if folder:
         (path / "config.json").write_text(json.dumps(description, indent=2))
+        if card.preprocess.fit == "crop" and len(set(config.image_size)) > 1:
+            log.info("timm's own transform scales photos bilinearly, and rounds, for an input that is not square")
 
 
 def check_expressible(c: ModelConfig) -> None:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from vitlab.files import save_tensors
 from vitlab.models.card import Card
 from vitlab.models.config import ModelConfig, Preprocess, Size
 from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
@@ -44,6 +44,10 @@ def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) 
     return read_vit(source, TABLE, given, DEFAULT, image_size)
 
 
+def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
+    return False
+
+
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
     c = check_vit(config, NAME, square=True)
     if not c.classes:
@@ -53,4 +57,4 @@ def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: 
     if path.suffix == ".pth":
         torch.save(theirs, path)
     else:
-        save_file(theirs, path, {"format": "pt"})
+        save_tensors(theirs, path, {"format": "pt"})

@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vitlab.errors import UserError
-from vitlab.files import fsync, largest_number, parse_json, read_json, sha256
+from vitlab.files import fsync, largest_number, parse_json, read_json, save_tensors, sha256
 from vitlab.models.card import Card
 from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig, Size, StemConfig, ViTConfig
 from vitlab.models.meta import meta_model
@@ -26,6 +25,7 @@ from vitlab.weights.formats.table import row
 
 NAME = "vitlab"
 SUFFIXES = ("",)
+PREPROCESS = Preprocess()
 FORMAT = "vitlab/1"
 WEIGHTS, CONFIG, NEXT = "model.safetensors", "config.json", "config.next.json"
 KINDS: dict[str, type[ViTConfig] | type[ResNetConfig]] = {"vit": ViTConfig, "resnet": ResNetConfig}
@@ -34,6 +34,10 @@ C = TypeVar("C", ViTConfig, ResNetConfig, StemConfig)
 
 
 # ---- saving
+
+
+def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
+    return True
 
 
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
@@ -78,7 +82,7 @@ def check_folder(path: Path) -> None:
 def write_weights(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path) -> str:
     # one entry: several have no fixed order, and the same model must give the same bytes
     metadata = {FORMAT: json.dumps(model_json(config))}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
     return sha256(path)
 
 
@@ -89,6 +93,7 @@ def config_text(config: ModelConfig, card: Card, digest: str) -> str:
         "preprocess": to_json(card.preprocess),
         "labels": card.labels,
         "provenance": card.provenance,
+        **({} if card.thresholds is None else {"thresholds": card.thresholds}),
         "sha256": digest,
     }
     return json.dumps(data, indent=2) + "\n"
@@ -135,7 +140,8 @@ def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) 
     card = dataclasses.replace(card, preprocess=given.preprocess or card.preprocess)
     defaulted = () if source.config or given.preprocess else ("preprocess",)
     config = apply_settings(config, given)
-    return ParsedCheckpoint(config, card, defaulted, [row(name, name) for name in meta_model(config).state_dict()])
+    table = [row(name, name) for name in meta_model(config).state_dict()]
+    return ParsedCheckpoint(config, card, defaulted, table, source.tensors)
 
 
 def model_config(data: Mapping[str, Any], tensors: int) -> ModelConfig:
@@ -160,11 +166,27 @@ def read_card(data: Mapping[str, Any], config: ModelConfig) -> Card:
     labels: tuple[str, ...] | None = check_value(data.get("labels"), tuple[str, ...] | None, "labels")
     if labels is not None and len(labels) != config.classes:
         raise UserError(f"there are {len(labels)} class names for {config.classes} classes")
+    thresholds: tuple[float, ...] | None = check_value(data.get("thresholds"), tuple[float, ...] | None, "thresholds")
+    return Card(preprocess, labels, read_provenance(data), check_thresholds(thresholds, config.classes))
+
+
+def read_provenance(data: Mapping[str, Any]) -> dict[str, str] | None:
+    """The provenance in untrusted JSON: words by name."""
     provenance = data.get("provenance")
-    words = list(provenance.values()) if isinstance(provenance, Mapping) else [provenance]
-    if provenance is not None and not all(isinstance(word, str) for word in words):
+    if provenance is None:
+        return None
+    if not isinstance(provenance, dict) or not all(isinstance(word, str) for word in provenance.values()):
         raise UserError(f"provenance must be an object of words, not {provenance!r}")
-    return Card(preprocess, labels, provenance)
+    return provenance
+
+
+def check_thresholds(thresholds: tuple[float, ...] | None, classes: int) -> tuple[float, ...] | None:
+    """Raise a UserError unless they are probabilities, one for each class."""
+    if thresholds is not None and len(thresholds) != classes:
+        raise UserError(f"there are {len(thresholds)} thresholds for {classes} classes")
+    if thresholds is not None and not all(0 <= value <= 1 for value in thresholds):
+        raise UserError(f"thresholds are probabilities from 0 to 1, not {thresholds[:5]}")
+    return thresholds
 
 
 def apply_settings(config: ModelConfig, given: FormatDefaults) -> ModelConfig:

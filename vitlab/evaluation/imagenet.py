@@ -1,0 +1,51 @@
+"""ImageNet's 1,000 classes in their order, by synset (n01440764) and by WordNet's names (tench, Tinca tinca)."""
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from vitlab.data.rng import Ints
+
+CLASSES = 1000
+FILE = Path(__file__).with_name("imagenet.tsv")  # a synset and its names, a line for each class
+
+
+@functools.cache
+def synsets() -> tuple[str, ...]:
+    return tuple(line.partition("\t")[0] for line in FILE.read_text().splitlines())
+
+
+@functools.cache
+def class_names() -> tuple[str, ...]:
+    """The names of each class, separated by commas; only the two cranes, 134 and 517, have the same."""
+    return tuple(line.partition("\t")[2] for line in FILE.read_text().splitlines())
+
+
+@functools.cache
+def _known() -> dict[str, int]:
+    """The class of each word that means one class alone: its synset, all its names, or the first of them."""
+    words = [(word, i) for i in range(CLASSES) for word in sorted(words_of(i))]
+    times = Counter(word for word, _ in words)
+    return {word: i for word, i in words if times[word] == 1}
+
+
+def words_of(number: int) -> set[str]:
+    """What a class may be called."""
+    names = class_names()[number]
+    return {synsets()[number], names, names.partition(",")[0]}
+
+
+def unknown_names(names: Sequence[str]) -> list[str]:
+    """The names that mean none of ImageNet's classes, or two of them."""
+    return [name for name in names if name not in _known()]
+
+
+def class_numbers(names: Sequence[str]) -> Ints | None:
+    """The place of each class in ImageNet's order; None unless each is one of ImageNet's, and no two are the same."""
+    if len(names) == CLASSES and all(name in words_of(i) for i, name in enumerate(names)):
+        return np.arange(CLASSES)  # the cranes, too, are known by their places
+    numbers = [_known().get(name, -1) for name in names]
+    return None if -1 in numbers or len(set(numbers)) < len(numbers) else np.array(numbers, np.int64)
