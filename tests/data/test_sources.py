@@ -1,5 +1,6 @@
 """Sets of every kind are opened, split, thinned and checked alike."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from pictures import arrays, encoded, picture, write_folder
 
 from vitlab.data.labels import sort_classes
-from vitlab.data.open import assign_splits, hold_out_validation, open_data
+from vitlab.data.open import assign_splits, hold_out_validation, open_data, usual_share
 from vitlab.data.source import ImageSource, Subset
 from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import open_split
@@ -375,3 +376,16 @@ def test_a_part_of_each_class_is_held_out_for_validation() -> None:
     assert np.array_equal(again.indices, chosen.indices)  # whatever the seed
     assert hold_out_validation(held, 0.3) is held  # it has one of its own
     assert hold_out_validation(data, 0.0) is data
+
+
+def test_the_share_held_out_by_default_is_the_papers() -> None:
+    assert [usual_share(n) for n in (3_312, 50_000, 1_281_167)] == [0.1, 0.02, 0.01]  # Pets, CIFAR, ImageNet
+    data = open_data("digits")
+    held, tenth = hold_out_validation(data, None), hold_out_validation(data, 0.1)
+    assert isinstance(held.validation, Subset)
+    assert isinstance(tenth.validation, Subset)
+    assert np.array_equal(held.validation.indices, tenth.validation.indices)
+    single = dataclasses.replace(data, train=Subset(data.train, np.unique(data.train.labels, return_index=True)[1]))
+    assert hold_out_validation(single, None) is single  # one image of each class: all are needed to train
+    with pytest.raises(UserError, match="set validation=0"):
+        hold_out_validation(single, 0.1)

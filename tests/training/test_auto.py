@@ -52,9 +52,9 @@ def test_where_time_is_short_only_the_head_learns(
     monkeypatch.setattr(auto, "image_seconds", lambda model, device, frozen: 5.0 if frozen else 15.0)
     advice = finetune_recipe(photos(tmp_path / "p", {"a": 30, "b": 30}), weights, ["device=cpu"])
     assert advice.recipe.freeze == "body"
-    seen = round((advice.recipe.epochs or 0) * 48 / 32) * 32
+    seen = round((advice.recipe.epochs or 0) * 44 / 32) * 32  # 12 of 60 are test images, 4 of 48 validation images
     assert 5.0 * seen <= auto.TIME_LIMIT
-    assert advice.seconds == 5.0 * seen + 5.0 * 12  # the test images, once
+    assert advice.seconds == 5.0 * (seen + 12 + 10 * 4)  # the test images once, the others ten times
 
 
 def test_the_users_settings_take_precedence(tmp_path: Path, weights: str) -> None:

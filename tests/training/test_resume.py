@@ -200,20 +200,21 @@ def test_the_test_split_is_used_once_and_chooses_nothing() -> None:
     assert best.top1.value == pytest.approx(max(scores))
 
 
-def test_without_a_validation_split_there_is_no_best(tmp_path: Path) -> None:
+def test_without_validation_there_is_no_best(tmp_path: Path) -> None:
     data = dataclasses.replace(few_digits(), validation=None)
-    train(SMALL, tmp_path / "plain", console=Console(quiet=True), data=data)
+    train(change(SMALL, validation=0.0), tmp_path / "plain", console=Console(quiet=True), data=data)
     assert [r["step"] for r in records(tmp_path / "plain") if "ema" in r] == [20]
     assert not (tmp_path / "plain" / "checkpoints" / "best").exists()
     assert_same_tensors(tmp_path / "plain", plain_run(), "model.safetensors")  # evaluation changes no weight
 
 
-def test_a_part_of_train_is_held_out_to_choose_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("share", "part"), [(None, 0.1), (0.2, 0.2)])
+def test_a_part_of_train_is_held_out_to_choose_on(tmp_path: Path, share: float | None, part: float) -> None:
     data = dataclasses.replace(few_digits(), validation=None)
-    result = train(change(SMALL, validation=0.2), tmp_path / "run", console=Console(quiet=True), data=data)
+    result = train(change(SMALL, validation=share), tmp_path / "run", console=Console(quiet=True), data=data)
     assert result.data.validation is not None
     assert len(result.data.train) + len(result.data.validation) == len(data.train)
-    assert "validation is 0.2 of the training images" in result.data.note
+    assert f"validation is {part} of the training images" in result.data.note
     assert [r["step"] for r in records(tmp_path / "run") if "validation" in r] == [7, 14, 20]
     assert (tmp_path / "run" / "checkpoints" / "best").exists()
 

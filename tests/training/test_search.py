@@ -120,7 +120,7 @@ def test_a_search_that_is_killed_continues(tmp_path: Path, monkeypatch: pytest.M
     about = json.loads((out / "search.json").read_text())
     assert about["best"] == found.best == f"lr={max((1e-7, 0.02), key=lambda lr: found.scores[f'lr={lr}'] or 0)}"
     chosen = float(found.best.partition("=")[2])
-    alone = train(change(TINY, lr=chosen, seed=6), tmp_path / "alone", console=QUIET, data=data)
+    alone = train(change(TINY, lr=chosen, seed=6, validation=0.0), tmp_path / "alone", console=QUIET, data=data)
     assert found.runs[6] == alone.report  # all training images, and a plain run's result
     accuracy = [found.runs[seed]["accuracy"] for seed in (5, 6)]
     assert about["summary"]["accuracy"]["mean"] == pytest.approx(statistics.mean(accuracy))

@@ -110,22 +110,31 @@ def assign_splits(title: str, splits: Mapping[str, ImageSource], holdout: float)
     return Data(title, train, test, validation, note)
 
 
-def hold_out_validation(data: Data, share: float) -> Data:
+def hold_out_validation(data: Data, share: float | None) -> Data:
     """The data with a validation split: its own, else the fraction `share` of each class of its training images.
 
-    Which images those are depends on neither the seed nor anything else of a run. A multi-label set needs one, to
-    choose thresholds on.
+    None stands for a share by the size of the set, and 0 for none, except that a multi-label set needs images to
+    choose thresholds on. Which images those are depends on neither the seed nor anything else of a run.
     """
-    share = share or (THRESHOLD_SHARE if data.is_multi_label else 0.0)
-    if data.validation is not None or not share:
+    part = share
+    if not share and data.is_multi_label:
+        part = THRESHOLD_SHARE
+    elif share is None:
+        part = usual_share(len(data.train))
+    if data.validation is not None or not part:
         return data
-    train, held = split_off(data.train, share, VALIDATION)
+    train, held = split_off(data.train, part, VALIDATION)
     if not len(held):
-        if data.is_multi_label:
+        if not share:
             return data  # every class has a single image
         raise UserError(f"no class of {data.name} has two training images, so none can be held out; set validation=0")
-    note = f"{data.note}; validation is {share:.2g} of the training images, held out class by class"
+    note = f"{data.note}; validation is {part:.2g} of the training images, held out class by class"
     return replace(data, train=train, validation=held, note=note)
+
+
+def usual_share(images: int) -> float:
+    """The share of so many training images to hold out: the paper's for small sets, for CIFAR and for ImageNet."""
+    return 0.1 if images < 10_000 else 0.02 if images < 500_000 else 0.01
 
 
 def has_labels(source: ImageSource) -> bool:

@@ -5,11 +5,11 @@ The page loads nothing from elsewhere: images are embedded, and it has no script
 
 import shlex
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from vitlab.cost import cost
 from vitlab.data.images import BrokenImage
-from vitlab.data.open import hold_out_validation, open_data
 from vitlab.data.source import Data, ImageSource
 from vitlab.device import memory_errors
 from vitlab.errors import UserError
@@ -25,7 +25,7 @@ from vitlab.report.images import MOST, PageFigure, embed_figure, worst_mistakes
 from vitlab.report.page import Subject, Tested, render
 from vitlab.terminal import progress
 from vitlab.training.recipe import Recipe
-from vitlab.training.setup import RECIPE
+from vitlab.training.setup import RECIPE, open_recipe_data
 from vitlab.training.trust import check_trusted_data
 from vitlab.weights import load
 from vitlab.weights.formats.vitlab import WEIGHTS
@@ -80,9 +80,7 @@ def score_model(model: Model, source: ImageSource, device: str) -> Evaluation | 
 def open_run_data(recipe: Recipe, spec: str | None) -> Data:
     """The named set, or the run's own, split as the run split it, so that no training image is tested on."""
     try:
-        name, seed, subset = spec or recipe.data, recipe.seed, recipe.subset
-        data = open_data(name, seed=seed, subset=subset, per_class=recipe.per_class, holdout=recipe.holdout)
-        return hold_out_validation(data, recipe.validation)
+        return open_recipe_data(recipe if spec is None else replace(recipe, data=spec))
     except UserError as error:
         if spec is not None:
             raise

@@ -70,8 +70,9 @@ def finetune_recipe(spec: str, start: str | None, pairs: list[str]) -> FinetuneP
     recipe = fit_length(recipe, model, data, device, pairs)
     seconds = run_seconds(recipe, model, data, device)
     lines = (
-        f"data     {data.name}: {len(data.train)} images to train on, {len(data.test)} to test, "
-        f"{len(data.classes)} classes; {data.note}",
+        f"data     {data.name}: {len(data.train)} images to train on, "
+        + (f"{len(data.validation)} to choose on, " if data.validation is not None else "")
+        + f"{len(data.test)} to test, {len(data.classes)} classes; {data.note}",
         f"weights  {weights or 'none: from scratch'}",
         f"model    {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, "
         f"{recipe.image_size[0]}x{recipe.image_size[1]} px",

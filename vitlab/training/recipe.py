@@ -57,7 +57,9 @@ class Recipe:
     subset: Annotated[float | None, "share of the training images to use"] = None
     per_class: Annotated[int | None, "training images of each class to use"] = None
     holdout: Annotated[float, "share held out for testing where the data has no split of its own"] = 0.2
-    validation: Annotated[float, RATE, "share of train held out to choose on, where there is no validation split"] = 0.0
+    validation: Annotated[
+        float | None, RATE, "share of train held out to choose on, without a validation split; none: by its size"
+    ] = None
     augment: Annotated[Augment, "augmentation"] = field(default_factory=Augment)
     preprocess: Annotated[Preprocess | None, "none: the weights' own, or scaling to [-1, 1]"] = None
     resident: Annotated[bool | None, "hold the images in the device's memory; none: where they fit"] = None

@@ -33,7 +33,6 @@ from vitlab.training.recorder import Diverged
 from vitlab.training.setup import RECIPE, open_recipe_data
 
 SEARCH = "search.json"
-SHARE = 0.1  # of the training images, held out for the trials: the paper's for its small sets
 NOT_SEARCHED = ("seed", "holdout", "validation")  # with another value of these, scores are of other images
 Scores = dict[str, float | None]  # by name; None: the run diverged
 
@@ -112,10 +111,11 @@ def best_of(scores: Scores) -> str:
     return max(finished, key=lambda name: finished[name])
 
 
-def trial_data(data: Data, share: float) -> Data:
+def trial_data(data: Data, share: float | None) -> Data:
     """The data of a trial: it is tested on the validation split, or on the fraction `share` of the training images."""
     data = hold_out_validation(data, share)
-    assert data.validation is not None
+    if data.validation is None:
+        raise UserError(f"no class of {data.name} has two training images, so there is nothing to choose on")
     return dataclasses.replace(data, test=data.validation, validation=None)
 
 
@@ -137,7 +137,7 @@ class Search:
     def run(self) -> None:
         """Run or resume everything."""
         plan, trials = self.plan, self.plan.trials
-        share = plan.recipe.validation or SHARE
+        share = plan.recipe.validation or None  # 0 would leave nothing to choose on
         best = plan.recipe
         if plan.grid:
 

@@ -120,7 +120,7 @@ def prepare_run(
     cluster.barrier()  # all have read before the first process writes
     if stored is not None and not resume:
         raise UserError(f"{out} holds a run already; continue it with --resume, or choose another --out")
-    data = hold_out_validation(data or open_recipe_data(recipe), recipe.validation)
+    data = open_recipe_data(recipe) if data is None else hold_out_validation(data, recipe.validation)
     if data.is_multi_label and recipe.objective == "softmax":
         raise UserError(f"{data.name} is multi-label, and softmax chooses one class of all; set objective=sigmoid")
     if stored is not None:
@@ -147,7 +147,8 @@ def prepare_run(
 def open_recipe_data(recipe: Recipe) -> Data:
     """The recipe's data, split as the recipe has it."""
     r = recipe
-    return open_data(r.data, seed=r.seed, subset=r.subset, per_class=r.per_class, holdout=r.holdout)
+    data = open_data(r.data, seed=r.seed, subset=r.subset, per_class=r.per_class, holdout=r.holdout)
+    return hold_out_validation(data, r.validation)
 
 
 def write_run_files(setup: RunSetup, *, new: bool, trial: bool) -> None:
