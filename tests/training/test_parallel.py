@@ -67,8 +67,11 @@ def measure_by(run: Path, spare: Path, processes: int, *settings: str) -> dict[s
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "bound"), [("float32", 1e-4), ("float64", 1e-9)])
 def test_two_processes_give_the_loss_curve_of_one(tmp_path: Path, precision: str, bound: float) -> None:
-    """50 steps at equal global batch, with everything random that does not belong to a process."""
-    settings = ("steps=50", f"precision={precision}", "ema=0.9")
+    """50 steps at equal global batch, with everything random that does not belong to a process.
+
+    The rate is below the recipe's, at which float32 rounding grows a thousandfold in 20 steps.
+    """
+    settings = ("steps=50", "lr=0.003", f"precision={precision}", "ema=0.9")
     train(tmp_path / "one", 1, *settings)
     alone = [r["loss"] for r in records(tmp_path / "one") if "loss" in r]
     assert len(alone) == 50
