@@ -231,7 +231,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
             )
     recipe = dataclasses.replace(SMALL, data=str(tmp_path / "set"), steps=2, warmup=0, batch=4, holdout=0.5)
     train(recipe, tmp_path / "<run>", console=Console(quiet=True))
-    found = Page(write_report(tmp_path / "<run>").read_text())
+    found = Page(write_report(tmp_path / "<run>").path.read_text())
     assert found.open == []
     assert not [tag for tag in found.named("img") if not (tag["src"] or "").startswith("data:")]
     assert not [tag for tag in found.named("b") if tag.keys() - {"class"}]
@@ -277,7 +277,7 @@ def test_a_resnet_shows_its_mistakes_without_attention() -> None:
 def test_a_masked_run_has_a_shorter_report(tmp_path: Path) -> None:
     recipe = dataclasses.replace(SMALL, objective="masked", ema=0.0, steps=4, warmup=0)
     train(recipe, tmp_path / "masked", console=Console(quiet=True))
-    found = Page(write_report(tmp_path / "masked").read_text())
+    found = Page(write_report(tmp_path / "masked").path.read_text())
     assert "It has no classes of its own" in found.text
     assert f"vitlab finetune photos/ --weights {tmp_path / 'masked'}" in found.text
     assert "taken for" not in found.text

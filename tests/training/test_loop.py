@@ -1,16 +1,19 @@
 """The training step's arithmetic: accumulation, freezing, objectives, memory; and the records a run keeps."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_runs import SMALL, plain_run, records, train_small
+from rich.console import Console
+from small_runs import SMALL, few_digits, plain_run, records, train_small
 from torch import Tensor
 
 from vitlab.data.loader import TrainLoader
 from vitlab.errors import UserError
+from vitlab.training.loop import train
 from vitlab.training.optim import learning_rate
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, change
@@ -210,3 +213,36 @@ def test_tensorboard(tmp_path: Path) -> None:
     losses = [r["loss"] for r in records(tmp_path) if "loss" in r]
     assert [e.value for e in board.Scalars("loss")] == pytest.approx(losses, rel=1e-6)
     assert board.Scalars("ema/accuracy")
+
+
+# ---- ends before the last step
+
+
+def validations(out: Path) -> list[int]:
+    return [record["step"] for record in records(out) if "validation" in record]
+
+
+def test_patience_ends_a_run_that_no_longer_improves(tmp_path: Path) -> None:
+    settings = {"lr": 0.0, "warmup": 0, "ema": 0.0, "steps": 20, "evaluate_every": 2, "patience": 3}
+    train_small(tmp_path / "run", **settings)
+    assert validations(tmp_path / "run") == [2, 4, 6, 8]  # the first is the best of all
+    assert [record["step"] for record in records(tmp_path / "run") if "test" in record] == [8]
+    again = train_small(tmp_path / "run", resume=True, **settings)
+    assert validations(tmp_path / "run") == [2, 4, 6, 8]
+    assert again.report["accuracy"] == records(tmp_path / "run")[-1]["test"]["accuracy"]
+
+
+def test_a_stage_leaves_its_best_and_no_model(tmp_path: Path) -> None:
+    result = train(SMALL, tmp_path / "run", console=Console(quiet=True), data=few_digits(), only_best=True)
+    assert (tmp_path / "run" / "checkpoints" / "best").exists()
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert not any("test" in record for record in records(tmp_path / "run"))
+    last = [record for record in records(tmp_path / "run") if "validation" in record][-1]
+    assert result.report == last["ema"]
+
+
+def test_a_deadline_ends_a_run_with_a_validation(tmp_path: Path) -> None:
+    quiet = Console(quiet=True)
+    train(SMALL, tmp_path / "run", console=quiet, data=few_digits(), only_best=True, deadline=time.monotonic())
+    assert validations(tmp_path / "run") == [1]
+    assert (tmp_path / "run" / "checkpoints" / "best").exists()

@@ -159,7 +159,7 @@ def test_the_report_has_average_precision_and_thresholds_by_class(tmp_path: Path
     from vitlab.report import write_report
 
     run(tmp_path / "run", steps=4, warmup=0, evaluate_every=2)
-    page = write_report(tmp_path / "run", few(), device="cpu").read_text()
+    page = write_report(tmp_path / "run", few(), device="cpu").path.read_text()
     scores = evaluate_sets(load(tmp_path / "run"), few().test, device="cpu")
     assert f"{100 * scores.mean_precision:.1f}" in page
     assert "confus" not in page.partition("<main>")[2]

@@ -150,7 +150,7 @@ def test_built_in_sets_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another-user"))
     assert not trust.is_trusted(tmp_path / "run" / "recipe.json")
     assert recipe_to_resume(tmp_path / "run", []) is not None
-    assert write_report(tmp_path / "run").exists()
+    assert write_report(tmp_path / "run").path.exists()
 
 
 def test_a_home_that_cannot_be_written_is_a_warning(
@@ -169,7 +169,7 @@ def test_the_report_of_a_run_uses_the_data_that_is_open(tmp_path: Path) -> None:
     result = train_small(tmp_path / "run", steps=4)
     path = tmp_path / "run" / "recipe.json"
     path.write_text(path.read_text().replace('"digits"', '"pipe:false"'))
-    assert write_report(result.folder, result.data).exists()
+    assert write_report(result.folder, result.data).path.exists()
 
 
 # ---- links

@@ -114,7 +114,7 @@ def test_while_a_run_writes_its_report(
     code, _, printed = command("train", "digits", *small, "--out", str(tmp_path / "run"))
     assert code == 128 + number
     assert "the model is saved, the report is not finished" in printed
-    assert write_report(tmp_path / "run").exists()
+    assert write_report(tmp_path / "run").path.exists()
 
 
 def test_handlers_are_put_back(tmp_path: Path) -> None:

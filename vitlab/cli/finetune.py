@@ -11,11 +11,13 @@ from vitlab.cli.runs import STOPPED_EARLY, train_and_report, train_run, write_ru
 from vitlab.signals import stoppable
 
 if TYPE_CHECKING:
+    from vitlab.finetuning.plan import Plan
     from vitlab.training.recipe import Recipe
 
 
 @verb(
-    "vitlab finetune photos/ --weights google/vit-base-patch16-224",
+    "vitlab finetune photos/",
+    "vitlab finetune photos/ --weights google/vit-base-patch16-224 --minutes 30",
     "vitlab finetune oxford-pets --weights weights.npz epochs=3 lr=0.003 --out runs/pets",
 )
 def finetune(
@@ -24,27 +26,70 @@ def finetune(
     weights: Annotated[
         str | None, Option(help="Weights to start from; without them, training is from scratch.")
     ] = None,
+    minutes: Annotated[
+        float | None, Option(help="Time for everything; with 1, a CPU fits a head alone.", show_default="10")
+    ] = None,
+    paper: Annotated[bool, Option("--paper", help="One stage by the paper's recipe, or what of it fits.")] = False,
     out: Out = Path("run"),
     resume: Resume = False,
     accept: AcceptDataChanges = False,
 ) -> None:
-    """Fine-tune a model on your classes. Settings that you leave out are chosen to fit the data and this machine."""
+    """Make a classifier of your classes: a head on frozen features first, then fine-tuning in the time that is left.
+
+    The model and its report are there after the first stage. Fine-tuning is kept if it is better on held-out images.
+    """
     with stoppable(STOPPED_EARLY):
         from vitlab.device import memory_errors
         from vitlab.training.parallel import is_restarted, process_group
         from vitlab.training.setup import recipe_to_resume
+        from vitlab.training.stages import STAGES
 
         pairs, resume = settings or [], resume or is_restarted()
         given = [f"data={data}", *([f"weights={weights}"] if weights else []), *pairs]
-        if resume and (stored := recipe_to_resume(out, given)) is not None:
+        stages = (out / STAGES).exists()
+        if resume and not stages and (stored := recipe_to_resume(out, given)) is not None:
             train_and_report(stored, out, resume, accept)
             return
         device = next((pair.removeprefix("device=") for pair in reversed(pairs) if pair.startswith("device=")), "auto")
         fix = "give smaller weights with --weights, or set a smaller image_size"
-        with process_group(device) as cluster, memory_errors("looking at the data and the model", fix):
-            recipe = cluster.agree(lambda: choose_recipe(data, weights, pairs))
-            result = train_run(recipe, out, resume, accept)
-        write_run_report(result, recipe.device)
+        with process_group(device), memory_errors("looking at the data and the model", fix):
+            plan = None if paper else make_plan(data, weights, pairs, minutes)
+            if plan is not None:
+                run_stages(plan, out, resume, accept)
+                return
+            finetune_in_one(data, weights, pairs, out, resume, accept)
+
+
+def make_plan(data: str, weights: str | None, pairs: list[str], minutes: float | None) -> "Plan | None":
+    """A plan in stages for these images and this machine, printed; None where there are no stages."""
+    from vitlab.finetuning import plan as plans
+
+    plan = plans.make_plan(data, weights, pairs, minutes)
+    if plan is not None:
+        show(plan.lines, plan.warnings)
+    return plan
+
+
+def run_stages(plan: "Plan", out: Path, resume: bool, accept: bool) -> None:
+    from vitlab.evaluation.result import Evaluation
+    from vitlab.finetuning.run import finetune as run
+
+    done = run(plan, out, resume=resume, accept=accept, console=console)
+    if done.report is not None and isinstance(scores := done.report.scores, Evaluation):
+        line = f"test: accuracy {scores.top1.value:.2%} of {len(scores.labels)} images; the model is in {out}"
+        console.print(line, soft_wrap=True)
+        console.print(f"report: {done.report.path}", soft_wrap=True)
+
+
+def finetune_in_one(data: str, weights: str | None, pairs: list[str], out: Path, resume: bool, accept: bool) -> None:
+    """Fine-tuning without a first stage: several labels per image, no weights, or the paper's recipe."""
+    from vitlab.training.parallel import process_group
+
+    device = next((pair.removeprefix("device=") for pair in reversed(pairs) if pair.startswith("device=")), "auto")
+    with process_group(device) as cluster:
+        recipe = cluster.agree(lambda: choose_recipe(data, weights, pairs))
+        result = train_run(recipe, out, resume, accept)
+    write_run_report(result, recipe.device)
 
 
 def choose_recipe(data: str, weights: str | None, pairs: list[str]) -> "Recipe":
@@ -52,8 +97,12 @@ def choose_recipe(data: str, weights: str | None, pairs: list[str]) -> "Recipe":
     from vitlab.training.auto import finetune_recipe
 
     advice = finetune_recipe(data, weights, pairs)
-    for line in advice.lines:
-        console.print(line, soft_wrap=True)
-    for line in advice.warnings:
-        console.remark("warning", line)
+    show(advice.lines, advice.warnings)
     return advice.recipe
+
+
+def show(lines: tuple[str, ...], warnings: tuple[str, ...]) -> None:
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    for line in warnings:
+        console.remark("warning", line)

@@ -24,5 +24,5 @@ def report(
     with stoppable("stopped; the folder is as it was"):
         from vitlab.report import write_report  # takes seconds, during which signals may arrive
 
-        path = write_report(run, data, device=device)
+        path = write_report(run, data, device=device).path
     console.print(f"report: {path}", soft_wrap=True)

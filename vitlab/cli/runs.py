@@ -46,7 +46,7 @@ def write_run_report(result: "TrainResult", device: str) -> None:
     later = f"`vitlab report {result.folder}` writes it later"
     with stoppable(f"the model is saved, the report is not finished; {later}"):
         try:
-            path = write_report(result.folder, result.data, device=device)
+            path = write_report(result.folder, result.data, device=device).path
             console.print(f"report: {path}", soft_wrap=True)
         except (UserError, OSError) as error:
             console.remark("note", f"the model is saved, but there is no report: {error}; {later}")

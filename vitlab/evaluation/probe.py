@@ -77,6 +77,7 @@ def logistic(
     start: Linear | None = None,
     device: Device = "cpu",
     chunk: int = CHUNK,
+    tolerance: float = TOLERANCE,
 ) -> Linear:
     """Fit to all rows, whose labels are in 0 … classes - 1; `start` is a fit with another l2 to start from."""
     standardizer = fit_standardizer(features, np.arange(len(features)))
@@ -93,7 +94,7 @@ def logistic(
         [w],
         max_iter=STEPS,
         max_eval=2 * STEPS,
-        tolerance_grad=TOLERANCE * len(x) / 2,
+        tolerance_grad=tolerance * len(x) / 2,
         tolerance_change=0,
         history_size=HISTORY,
         line_search_fn="strong_wolfe",

@@ -1,5 +1,5 @@
 """The report of a finished run: one HTML page to read, print and share."""
 
-from vitlab.report.make import write_report
+from vitlab.report.make import Report, write_report
 
-__all__ = ["write_report"]
+__all__ = ["Report", "write_report"]

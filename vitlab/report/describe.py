@@ -5,6 +5,7 @@ from vitlab.models.config import ModelConfig, ResNetConfig
 from vitlab.models.variants import name_of
 from vitlab.text import duration
 from vitlab.training.recipe import Recipe
+from vitlab.training.stages import Stages
 
 
 def model_name(config: ModelConfig) -> str:
@@ -76,6 +77,22 @@ def describe_recipe(recipe: Recipe, images: int) -> str:
     if recipe.ema:
         sentences.append("The model has the average of the weights over training.")
     return " ".join(sentences)
+
+
+def describe_head(stages: Stages) -> str:
+    """What the first stage of a run brought."""
+    return (
+        f"A head on the frozen features: {percent(stages.head)} of the validation images, "
+        f"{percent(stages.cross_validation)} of the training images by cross-validation (l2 {stages.l2:g})."
+    )
+
+
+def describe_tuning(stages: Stages) -> str:
+    """What fine-tuning brought after it."""
+    if stages.tuned is None:
+        return "Fine-tuning is not finished." if stages.steps else "The time was too short for fine-tuning."
+    kept = "so it was kept" if stages.improved else "so the head stayed"
+    return f"Fine-tuning from that head: {percent(stages.tuned)} of the validation images, {kept}."
 
 
 def describe_augment(augment: Augment) -> str:

@@ -5,7 +5,7 @@ The page loads nothing from elsewhere: images are embedded, and it has no script
 
 import shlex
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vitlab.cost import cost
@@ -26,6 +26,7 @@ from vitlab.report.page import Subject, Tested, render
 from vitlab.terminal import progress
 from vitlab.training.recipe import Recipe
 from vitlab.training.setup import RECIPE, open_recipe_data
+from vitlab.training.stages import read_stages
 from vitlab.training.trust import check_trusted_data
 from vitlab.weights import load
 from vitlab.weights.formats.vitlab import WEIGHTS
@@ -33,12 +34,23 @@ from vitlab.weights.formats.vitlab import WEIGHTS
 NAME = "report.html"
 
 
-def write_report(run: str | Path, data: str | Data | None = None, *, device: str = "auto") -> Path:
-    """Write RUN/report.html, complete or not at all, and return its path.
+@dataclass(frozen=True)
+class Report:
+    """A report's file, and the scores in it; None for a model without a head."""
+
+    path: Path
+    scores: Evaluation | MultiEvaluation | None
+
+
+def write_report(
+    run: str | Path, data: str | Data | None = None, *, split: str = "test", device: str = "auto"
+) -> Report:
+    """Write RUN/report.html, complete or not at all.
 
     `data` is what the model is tested on, by default the test split of the set it was trained on, if it is a built-in
     one or this user started the run. A model without a head, as from masked patch prediction, is not tested, and its
-    report is shorter. Raises UserError if the run is not finished, or its data or the report cannot be opened.
+    report is shorter. `split` names the images that `data.test` holds. Raises UserError if the run is not
+    finished, or its data or the report cannot be opened.
     """
     folder = Path(run).expanduser()
     with style.drawing():  # fail early where matplotlib is missing
@@ -47,19 +59,21 @@ def write_report(run: str | Path, data: str | Data | None = None, *, device: str
     if data is None:
         check_trusted_data(history.recipe.data, folder / RECIPE, f"vitlab report {shlex.quote(str(run))} ")
     with memory_errors(f"making the report of {run}", "close other programs, or use --device cpu"):
-        page = make_page(str(run), folder, history, data, device)
+        page, scores = make_page(str(run), folder, history, data, split, device)
     write_text(folder / NAME, page)
-    return folder / NAME
+    return Report(folder / NAME, scores)
 
 
-def make_page(run: str, folder: Path, history: History, data: str | Data | None, device: str) -> str:
+def make_page(
+    run: str, folder: Path, history: History, data: str | Data | None, split: str, device: str
+) -> tuple[str, Evaluation | MultiEvaluation | None]:
     model = load(folder)
     opened = data if isinstance(data, Data) else open_run_data(history.recipe, data)
     size = (folder / WEIGHTS).stat().st_size
-    subject = Subject(run, history, model.config, opened, cost(lambda: build(model.config)), size)
+    subject = Subject(run, history, model.config, opened, cost(lambda: build(model.config)), size, read_stages(folder))
     start = time.monotonic()
     scores = score_model(model, opened.test, device) if model.config.classes else None
-    tested = Tested(scores, time.monotonic() - start) if scores else None
+    tested = Tested(scores, time.monotonic() - start, split) if scores else None
     single = scores if isinstance(scores, Evaluation) else None
     with progress("report", 5 + MOST) as done:
         try:
@@ -68,7 +82,7 @@ def make_page(run: str, folder: Path, history: History, data: str | Data | None,
             raise UserError(f"'{broken.name}' cannot be read as an image any more: {broken.why}") from None
         figures = draw_figures(history, single)
         done(5)
-    return render(subject, tested, mistakes, figures)
+    return render(subject, tested, mistakes, figures), scores
 
 
 def score_model(model: Model, source: ImageSource, device: str) -> Evaluation | MultiEvaluation:

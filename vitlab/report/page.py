@@ -18,6 +18,7 @@ from vitlab.report import describe
 from vitlab.report.history import History
 from vitlab.report.images import Mistake, PageFigure
 from vitlab.training.recipe import Recipe, flat
+from vitlab.training.stages import Stages
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,17 @@ class Subject:
     data: Data
     cost: Cost
     size: int
+    stages: Stages | None = None  # of a run in stages
+
+    @property
+    def start(self) -> str | None:
+        """The weights that training started from, if any."""
+        return self.history.recipe.weights if self.stages is None else self.stages.weights
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the model is that of the recipe, and not of a stage before it."""
+        return self.stages is None or self.stages.improved
 
     @property
     def run_flops(self) -> int:
@@ -41,10 +53,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class Tested:
-    """The scores on the test set, and how long the test took."""
+    """The scores on some images, how long the test took, and which split they are."""
 
     scores: Evaluation | MultiEvaluation
     seconds: float
+    split: str = "test"
 
     @property
     def is_multi_label(self) -> bool:

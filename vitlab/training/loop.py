@@ -1,5 +1,6 @@
 """The training loop, for pre-training and fine-tuning: steps, validations, checkpoints, the test, the model."""
 
+import math
 import time
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -43,10 +44,15 @@ def train(
     accept_data_changes: bool = False,
     console: Console | None = None,
     data: Data | None = None,
+    only_best: bool = False,
+    deadline: float | None = None,
 ) -> TrainResult:
     """Run a recipe in the folder `out`; with `resume`, continue from its last checkpoint.
 
-    Raises UserError for what the user can fix, and Stopped after SIGINT or SIGTERM, with the state saved.
+    With `only_best` the run is a stage of a longer one: it leaves checkpoints/best, writes no final model, and does not
+    use the test split; its report is that of the last validation. At the `deadline`, a time of `time.monotonic`, it
+    validates once more and ends. Raises UserError for what the user can fix, and Stopped after SIGINT or SIGTERM, with
+    the state saved.
     """
     began, out, resume = time.monotonic(), Path(out), resume or is_restarted()
     with (
@@ -63,6 +69,7 @@ def train(
             if cluster.first and setup.data.validation is not None:
                 console.print(f"data: {setup.data.note}", highlight=False, markup=False, soft_wrap=True)
             run = Run(trainer, Recorder(setup, cluster, console, trainer.restored), saver, signals)
+            run.only_best, run.deadline = only_best, deadline
             run.run()
             score = trainer.objective.score(run.report)
         if signals.number:  # during the last step or after it
@@ -77,7 +84,9 @@ class Run:
         self.trainer, self.recorder, self.saver, self.signals = trainer, recorder, saver, signals
         self.recipe, self.cluster, self.steps = trainer.recipe, trainer.cluster, trainer.steps
         start = trainer.restored
-        self.done, self.best, self.tested = start.step, start.best, start.tested
+        self.done, self.best, self.tested, self.stale = start.step, start.best, start.tested, start.stale
+        self.only_best, self.late = False, False
+        self.deadline: float | None = None
         self.report: dict[str, float] = {}  # the test's
 
     def run(self) -> None:
@@ -91,24 +100,40 @@ class Run:
             if not self.tested:
                 self.evaluate()
                 self.save(wait=True)
-            for step in range(first, self.steps):
+            while not self.is_over:
+                step = self.done
                 with self.signals.immediate() if step == first else nullcontext():
                     result = self.trainer.step(step)
                 self.recorder.add_step(step + 1, self.trainer.learning_rate(step), result)
                 self.saver.check_background()
                 self.done = done = step + 1
                 stop = self.stop_signal()
-                end = done == self.steps
-                if end or stop or done % r.log_every == 0:
+                self.late = self.is_late()
+                if self.is_over or stop or done % r.log_every == 0:
                     self.recorder.flush()
-                if end or done % (r.evaluate_every or self.steps) == 0:
+                if self.is_over or done % (r.evaluate_every or self.steps) == 0:
                     self.evaluate()
-                if end or stop or done % r.checkpoint_every == 0:
-                    self.save(wait=bool(end or stop))
-                if stop and not end:
+                if self.is_over or stop or done % r.checkpoint_every == 0:
+                    self.save(wait=bool(self.is_over or stop))
+                if stop and not self.is_over:
                     raise self.stopped(stop)
-            self.saver.save_final(self.trainer.final_weights(), self.trainer.thresholds())
+            if not self.only_best:
+                self.saver.save_final(self.trainer.final_weights(), self.trainer.thresholds())
             self.report = self.report or last_report(self.trainer.setup.out / LOG)  # resumed after its last step
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no further step: the last is done, time is up, or validation has stopped to improve."""
+        return self.done == self.steps or self.late or self.stale >= (self.recipe.patience or math.inf)
+
+    def is_late(self) -> bool:
+        """Whether the deadline has passed; several processes ask the first one, now and then."""
+        if self.deadline is None:
+            return False
+        if self.cluster.world == 1:
+            return time.monotonic() > self.deadline
+        asks = self.done % self.recipe.log_every == 0
+        return asks and self.cluster.agree(lambda: time.monotonic() > (self.deadline or 0))
 
     def stop_signal(self) -> int:
         """The signal to stop for, or 0. Processes compare theirs now and then, so that all stop at the same step."""
@@ -129,35 +154,45 @@ class Run:
         The test set chooses nothing, so it is used once. A signal interrupts an evaluation: the run is saved without
         it, and evaluated first when it is resumed. Several processes finish it, as each waits for the others in it.
         """
-        splits = [name for name in self.trainer.eval_loaders if name != "test" or self.done == self.steps]
-        if not splits:
-            return
         self.recorder.flush()  # the log stays in the order of steps, wherever a run is interrupted
+        reports: dict[str, dict[str, dict[str, float]]] = {}
+        score, stale = None, 0
         try:
             with self.signals.immediate() if self.cluster.world == 1 else nullcontext():
-                reports = {name: self.trainer.evaluate(name) for name in splits}
+                if "validation" in self.trainer.eval_loaders:
+                    reports["validation"] = self.trainer.evaluate("validation")
+                    score = self.trainer.objective.score(newest(reports["validation"], "validation"))
+                    stale = 0 if self.best is None or score > self.best else self.stale + 1
+                over = self.is_over or stale >= (self.recipe.patience or math.inf)
+                if over and not self.only_best:
+                    reports["test"] = self.trainer.evaluate("test")
         except Interrupted:
             self.tested = False
             self.save(wait=True)
             raise self.stopped(self.signals.number) from None
-        self.tested = True
+        self.tested, self.stale = True, stale
         for name, each in reports.items():
-            report = each.get("ema", each[name])
+            report = newest(each, name)
             self.recorder.add_evaluation(self.done, each, report)
-            if name == "test":
+            if name == "test" or self.only_best:
                 self.report = report
-            else:
-                self.keep_best(self.trainer.objective.score(report))
+        if score is not None:
+            self.keep_best(score)
         self.recorder.restart_clock()
 
     def keep_best(self, score: float) -> None:
-        """Save the model as the best one, if its score on the validation split is."""
-        if self.best is None or score > self.best:
+        """Save the model as the best one if its score on the validation split is; of equals, the later one."""
+        if self.best is None or score >= self.best:
             self.best = score
             self.saver.save_best(self.trainer.final_weights(), self.trainer.thresholds())
 
     def save(self, wait: bool) -> None:
         """Save all that is needed to resume at this step, the length of the log included."""
         log_bytes, micro = self.recorder.sync(), self.trainer.micro
-        meta = CheckpointMeta(self.done, log_bytes, micro, self.best, self.cluster.world, self.tested)
+        meta = CheckpointMeta(self.done, log_bytes, micro, self.best, self.cluster.world, self.tested, self.stale)
         self.saver.save(self.trainer.state(), meta, wait=wait)
+
+
+def newest(reports: dict[str, dict[str, float]], name: str) -> dict[str, float]:
+    """Of the reports on a split, that of the averaged weights where the run has them."""
+    return reports.get("ema", reports[name])

@@ -1,0 +1,76 @@
+"""A logistic head on frozen features whose penalty is chosen by cross-validation.
+
+Each class is dealt out to the folds in turn, in the order of hashes, so the folds are the same every time. Every image
+gets logits from a fit that has not seen it, at every penalty. The penalty with the most hits is chosen, of equals the
+strongest; accuracy rather than log loss, since a strong penalty makes a good but timid head, whose confidence a
+temperature corrects. The logits of the chosen penalty serve wherever predictions of unseen images are needed.
+
+Shapes: n images, D width of the features, K classes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitlab.data.rng import HOLDOUT, Ints, keys
+from vitlab.evaluation.extract import Device, Features
+from vitlab.evaluation.probe import Linear, Trial, logistic
+from vitlab.terminal import progress
+
+FOLDS = 5
+PENALTIES = (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4, 1e-5)
+TOLERANCE = 1e-4  # of fits that only choose: ten times the steps change no choice
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class CrossValidation:
+    """The penalties with their hits, the best of them, and its logits of every image by a fit without it."""
+
+    tried: tuple[Trial, ...]
+    l2: float
+    logits: Floats  # (n, K)
+
+    @property
+    def accuracy(self) -> float:
+        best = next(trial for trial in self.tried if trial.l2 == self.l2)
+        return best.hits / best.images
+
+
+def deal_folds(labels: Ints, folds: int = FOLDS) -> Ints:
+    """The fold of every image, (n,): of each class, the images with the lowest hashes go to folds 0, 1, 2, ..."""
+    order = np.lexsort((keys(0, HOLDOUT, np.arange(len(labels))), labels))
+    counts = np.unique(labels, return_counts=True)[1]
+    rank = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
+    found = np.empty(len(labels), np.int64)
+    found[order] = rank % folds
+    return found
+
+
+def cross_validate(
+    train: Features, classes: int, penalties: Sequence[float] = PENALTIES, *, device: Device = "cpu"
+) -> CrossValidation:
+    """Choose a penalty for the head of `classes` classes; a progress bar shows the fits."""
+    order = sorted(set(penalties), reverse=True)
+    logits = np.empty((len(order), len(train.labels), classes))
+    steady = np.ones(len(order), bool)
+    fold = deal_folds(train.labels)
+    with progress("head", FOLDS * len(order)) as advance:
+        for held in range(FOLDS):
+            aside = fold == held
+            if not aside.any() or aside.all():
+                continue
+            fitted: Linear | None = None
+            for row, l2 in enumerate(order):  # the strongest converges soonest; each starts from the one before
+                x, y = train.values[~aside], train.labels[~aside]
+                fitted = logistic(x, y, classes, l2, start=fitted, device=device, tolerance=TOLERANCE)
+                steady[row] &= fitted.slope <= TOLERANCE
+                logits[row, aside] = fitted.scores(train.values[aside]).cpu().numpy()
+                advance(1)
+    hits = (logits.argmax(2) == train.labels).sum(1)
+    best = int(hits.argmax())  # of equals the first: the strongest
+    trials = (Trial(l2, int(h), len(fold), bool(s)) for l2, h, s in zip(order, hits, steady, strict=True))
+    return CrossValidation(tuple(trials), order[best], logits[best])
