@@ -21,7 +21,7 @@ from vitlab.evaluation.multi_result import MultiEvaluation, score_sets
 from vitlab.evaluation.piece_cache import Values
 from vitlab.evaluation.real import Lists, image_numbers, score_real
 from vitlab.evaluation.result import Evaluation
-from vitlab.evaluation.scores import Rate, calibration, calibration_interval, confusion, rate, top_hits
+from vitlab.evaluation.scores import Rate, calibration, calibration_interval, confusion, rate, softmax, top_hits
 from vitlab.models.variants import Model
 from vitlab.text import listed
 
@@ -81,7 +81,8 @@ def evaluate(
         check_real(names, count)
     lists = None if real is None else (real, image_numbers(files, len(real)))
     logits = extract_values(model, source, what="logits", keep=keep, title="evaluating", **options)
-    return score(logits, match.place[source.labels], match.names, match.note, files, lists)
+    truth = match.place[source.labels]
+    return score(logits, truth, match.names, match.note, files, lists, temperature=model.card.temperature)
 
 
 def evaluate_sets(
@@ -118,11 +119,21 @@ def check_real(labels: Names | None, count: int) -> None:
 
 
 def score(
-    logits: Values, labels: Ints, names: Names, note: str, files: Names, real: tuple[Lists, Ints] | None = None
+    logits: Values,
+    labels: Ints,
+    names: Names,
+    note: str,
+    files: Names,
+    real: tuple[Lists, Ints] | None = None,
+    *,
+    temperature: float = 1.0,
 ) -> Evaluation:
-    """Score logits (n, K) computed before; `real` holds the ReaL lists and the number (n,) of each image in them."""
+    """Score logits (n, K) computed before; `real` holds the ReaL lists and the number (n,) of each image in them.
+
+    Confidences are softmax(logits / temperature).
+    """
     guesses = logits.argmax(1)
-    probabilities = softmax(logits)
+    probabilities = softmax(logits / np.float32(temperature))
     calibrated = calibration(probabilities, labels)
     return Evaluation(
         names=names,
@@ -137,13 +148,9 @@ def score(
         calibration=calibrated,
         calibration_error=Rate(calibrated.error, *calibration_interval(probabilities, labels)),
         real=None if real is None else score_real(guesses, labels, *real),
+        temperature=temperature,
+        error_before=None if temperature == 1 else calibration(softmax(logits), labels).error,
     )
-
-
-def softmax(logits: Values) -> Values:
-    odds = np.exp(logits - logits.max(1, keepdims=True))
-    odds /= odds.sum(1, keepdims=True)
-    return odds
 
 
 def rate_of(hits: NDArray[np.bool_]) -> Rate:

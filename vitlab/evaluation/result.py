@@ -38,6 +38,8 @@ class Evaluation:
     calibration: Calibration
     calibration_error: Rate
     real: RealScore | None
+    temperature: float = 1.0  # of the model; it is in `confidence` and `calibration`
+    error_before: float | None = None  # the calibration error without the temperature, where the model has one
 
     @property
     def confused(self) -> list[tuple[str, str, int]]:
@@ -72,6 +74,8 @@ class Evaluation:
             "top1": asdict(self.top1),
             "top5": None if self.top5 is None else asdict(self.top5),
             "calibration_error": asdict(self.calibration_error),
+            "temperature": self.temperature,
+            "calibration_error_before": self.error_before,
             "real": None if self.real is None else vars(self.real) | asdict(self.real.accuracy),
             "calibration": bins_to_json(self.calibration),
             "per_class": self.class_table(),

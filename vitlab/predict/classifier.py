@@ -80,6 +80,7 @@ class Classifier:
     device: torch.device
     labels: tuple[str, ...]
     thresholds: Tensor | None  # (K,) of a multi-label model
+    temperature: float
 
     def __init__(self, model: Model | str | Path, device: str = "auto") -> None:
         loaded = model if isinstance(model, nn.Module) else load(model)
@@ -95,6 +96,7 @@ class Classifier:
         self.labels = loaded.card.labels or tuple(f"class {i}" for i in range(classes))
         limits = loaded.card.thresholds
         self.thresholds = None if limits is None else torch.tensor(limits)
+        self.temperature = loaded.card.temperature
 
     def predict(self, image: Image.Image | str | Path, top: int | None = None) -> Prediction:
         """The `top` most probable classes of one image, or all where there are fewer.
@@ -133,7 +135,7 @@ class Classifier:
     def probabilities(self, pixels: Tensor) -> Tensor:
         """Probabilities (b, K), of bytes (b, 3, h, w); each row sums to one, unless the model is multi-label."""
         logits = self.logits(pixels)
-        return logits.softmax(-1) if self.thresholds is None else logits.sigmoid()
+        return (logits / self.temperature).softmax(-1) if self.thresholds is None else logits.sigmoid()
 
     def best(self, probabilities: Tensor, top: int | None, files: Sequence[str]) -> list[Prediction]:
         """The classes of each row of probabilities (b, K), as `top_classes` has them; `files` name the rows."""

@@ -214,7 +214,8 @@ def replace_head(checkpoint: Checkpoint, classes: int, why: str = "") -> Checkpo
         tensors |= {"head.weight": zeros(classes, width), "head.bias": zeros(classes)}
     removed = f"the head of {old.classes} classes" + (" and its pre-logits layer" if len(drop) > 1 else "")
     log.info("%s: %s%s", "replaced by zeros" if classes else "left out", removed, why and f"; {why}")
-    return Checkpoint(config, tensors, dataclasses.replace(checkpoint.card, labels=None, thresholds=None))
+    card = dataclasses.replace(checkpoint.card, labels=None, thresholds=None, temperature=1.0)
+    return Checkpoint(config, tensors, card)
 
 
 def unify_dtype(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitlab.errors import UserError
 from vitlab.files import fsync, largest_number, parse_json, read_json, save_tensors, sha256
-from vitlab.models.card import Card
+from vitlab.models.card import LARGEST_TEMPERATURE, Card
 from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig, Size, StemConfig, ViTConfig
 from vitlab.models.meta import meta_model
 from vitlab.settings import check_value, from_json, to_json
@@ -94,6 +94,7 @@ def config_text(config: ModelConfig, card: Card, digest: str) -> str:
         "labels": card.labels,
         "provenance": card.provenance,
         **({} if card.thresholds is None else {"thresholds": card.thresholds}),
+        **({} if card.temperature == 1 else {"temperature": card.temperature}),
         "sha256": digest,
     }
     return json.dumps(data, indent=2) + "\n"
@@ -167,7 +168,8 @@ def read_card(data: Mapping[str, Any], config: ModelConfig) -> Card:
     if labels is not None and len(labels) != config.classes:
         raise UserError(f"there are {len(labels)} class names for {config.classes} classes")
     thresholds: tuple[float, ...] | None = check_value(data.get("thresholds"), tuple[float, ...] | None, "thresholds")
-    return Card(preprocess, labels, read_provenance(data), check_thresholds(thresholds, config.classes))
+    temperature = check_temperature(check_value(data.get("temperature", 1.0), float, "temperature"))
+    return Card(preprocess, labels, read_provenance(data), check_thresholds(thresholds, config.classes), temperature)
 
 
 def read_provenance(data: Mapping[str, Any]) -> dict[str, str] | None:
@@ -187,6 +189,14 @@ def check_thresholds(thresholds: tuple[float, ...] | None, classes: int) -> tupl
     if thresholds is not None and not all(0 <= value <= 1 for value in thresholds):
         raise UserError(f"thresholds are probabilities from 0 to 1, not {thresholds[:5]}")
     return thresholds
+
+
+def check_temperature(value: float) -> float:
+    """Raise a UserError unless logits can be divided by it."""
+    if not 1 / LARGEST_TEMPERATURE <= value <= LARGEST_TEMPERATURE:
+        least, most = 1 / LARGEST_TEMPERATURE, LARGEST_TEMPERATURE
+        raise UserError(f"the temperature must be from {least:g} to {most:g}, not {value:g}; 1 changes nothing")
+    return value
 
 
 def apply_settings(config: ModelConfig, given: FormatDefaults) -> ModelConfig:
