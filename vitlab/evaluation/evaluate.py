@@ -3,10 +3,12 @@
 Shapes: n images, K classes of the model.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from vitlab.data.label_sets import make_sets
@@ -80,9 +82,15 @@ def evaluate(
     if real is not None:
         check_real(names, count)
     lists = None if real is None else (real, image_numbers(files, len(real)))
-    logits = extract_values(model, source, what="logits", keep=keep, title="evaluating", **options)
-    truth = match.place[source.labels]
-    return score(logits, truth, match.names, match.note, files, lists, temperature=model.card.temperature)
+    truth, card = match.place[source.labels], model.card
+    if card.unknown is None:
+        logits = extract_values(model, source, what="logits", keep=keep, title="evaluating", **options)
+        return score(logits, truth, match.names, match.note, files, lists, temperature=card.temperature)
+    features = extract_values(model, source, keep=keep, title="evaluating", **options)
+    logits = head_logits(model, features)
+    found = score(logits, truth, match.names, match.note, files, lists, temperature=card.temperature)
+    distances = card.unknown.distances(torch.from_numpy(features)).double().numpy()
+    return replace(found, distances=distances, refuse=card.unknown.rate)
 
 
 def evaluate_sets(
@@ -107,6 +115,14 @@ def evaluate_sets(
     files = tuple(source.name(i) for i in range(len(source)))
     logits = extract_values(model, source, what="logits", keep=keep, title="evaluating", **options)
     return score_sets(logits, truth, known, thresholds, match.names, match.note, files)
+
+
+@torch.no_grad()
+def head_logits(model: Model, features: Values) -> Values:
+    """Compute logits (n, K) of features (n, D), so that both come from one pass over the images."""
+    assert model.head is not None
+    weight, bias = (part.detach().float().cpu() for part in (model.head.weight, model.head.bias))
+    return torch.nn.functional.linear(torch.from_numpy(features), weight, bias).numpy()
 
 
 def check_real(labels: Names | None, count: int) -> None:

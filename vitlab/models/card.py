@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vitlab.models.config import Preprocess
+from vitlab.models.unknown import Unknown
 
 LARGEST_TEMPERATURE = 100.0  # a temperature is between 1 / 100 and 100
 
@@ -23,3 +24,5 @@ class Card:
     provenance: Mapping[str, str] | None = None
     thresholds: tuple[float, ...] | None = None
     temperature: float = 1.0  # chosen on held-out images; 1 leaves the logits as they are
+    # what refuses images that are none of the classes; arrays, so cards are compared without it
+    unknown: Unknown | None = field(default=None, compare=False, repr=False)

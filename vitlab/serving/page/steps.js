@@ -115,6 +115,13 @@ export function mean(maps) {
 
 // ---- 5
 
+// Classes always share 100 % among them, whatever the picture: so its distance is looked at too.
+function refusal({ refused, distance }) {
+  if (!refused) return "";
+  const times = `${distance.toFixed(2)} times`;
+  return ` But these numbers are ${times} as far from those of its training pictures as it allows, so the answer is: none of these.`;
+}
+
 function classes(model, answer) {
   const who = { token: "The class token", mean: "The mean of all tokens", attention: "A last look at all tokens" }[model.pool];
   const top = model.multi_label ? answer.classes : answer.classes.slice(0, 3);
@@ -131,7 +138,7 @@ function classes(model, answer) {
   const named = top.map((one) => `“${one.name}” ${percent(one.probability)}`).join(", ");
   const become = model.multi_label
     ? `each becomes a probability of its own. Those that reach the class's threshold: ${named || "none"}.`
-    : `the scores become probabilities: ${named}.${left}`;
+    : `the scores become probabilities: ${named}.${left}${refusal(answer)}`;
   return {
     title: `${who} answers`,
     words: [
