@@ -58,11 +58,6 @@ def max_softmax(x: Values, y: Ints) -> Strangeness:
     return lambda values: -np.exp((z := scores(values)).max(1) - log_sum(z))
 
 
-def max_logit(x: Values, y: Ints) -> Strangeness:
-    scores = head_scores(x, y)
-    return lambda values: -scores(values).max(1)
-
-
 def energy(x: Values, y: Ints) -> Strangeness:
     scores = head_scores(x, y)
     return lambda values: -log_sum(scores(values))
@@ -124,7 +119,6 @@ def together(*ways: Way) -> Way:
 
 WAYS: dict[str, Way] = {
     "largest probability of a logistic head": max_softmax,
-    "its largest logit": max_logit,
     "its energy": energy,
     "cosine to the nearest photo": neighbors(1),
     "cosine to the fifth nearest": neighbors(5),
@@ -132,7 +126,6 @@ WAYS: dict[str, Way] = {
     "Mahalanobis": mahalanobis,
     "relative Mahalanobis": relative_mahalanobis,
     "both of these": together(mahalanobis, relative_mahalanobis),
-    "cosine to mean and energy": together(cosine_to_mean, energy),
     "Gaussian classes (vitlab)": fit_strangeness,
     "these and cosine to mean": together(fit_strangeness, cosine_to_mean),
 }

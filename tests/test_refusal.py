@@ -175,7 +175,7 @@ def test_the_server(run: Path, photos: Path) -> None:
         assert set(http.post("/v1/predict", files=files).json()["images"][0]) == {"name", "classes"}
 
 
-def test_evaluation_and_report_count_the_refused(run: Path, tmp_path: Path) -> None:
+def test_evaluation_and_report_count_the_refused(run: Path) -> None:
     model, source = vitlab.load(run), pictures(60, 3)
     found = evaluate(model, source, device="cpu", workers=0)
     with torch.no_grad():
@@ -190,13 +190,19 @@ def test_evaluation_and_report_count_the_refused(run: Path, tmp_path: Path) -> N
     assert (summary["promised"], summary["images"]) == (0.05, int(bad.sum()))
     assert summary["mistakes"] == int((bad & ~right).sum())
     assert summary["accuracy_of_others"]["value"] == pytest.approx(right[~bad].mean())
-    found.write_results(tmp_path, {})
-    rows = list(csv.DictReader((tmp_path / "predictions.csv").open()))
-    assert [float(row["distance"]) > 1 for row in rows] == bad.tolist()
-    assert json.loads((tmp_path / "scores.json").read_text())["refused"]["images"] == bad.sum()
+    assert found.to_json()["refused"] == summary
     sections: Any = templates().get_template("sections.html").module
     assert f"it refuses {bad.sum()}," in " ".join(str(sections.refusals(found)).split())
     assert str(sections.refusals(replace(found, distances=None, refuse=None))).strip() == ""
+
+
+@pytest.mark.slow
+def test_the_files_of_an_evaluation(run: Path, tmp_path: Path) -> None:
+    found = evaluate(vitlab.load(run), pictures(60, 3), device="cpu", workers=0)
+    found.write_results(tmp_path, {})
+    rows = list(csv.DictReader((tmp_path / "predictions.csv").open()))
+    assert [float(row["distance"]) > 1 for row in rows] == found.refused.tolist()
+    assert json.loads((tmp_path / "scores.json").read_text())["refused"]["images"] == found.refused.sum()
 
 
 # ---- files

@@ -15,7 +15,8 @@ Shapes: b images, D width of the features, C classes that had training images, m
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -42,7 +43,7 @@ class Unknown:
     held_out: Tensor  # (m,), ascending
     rate: float  # the share of images of the classes that are refused, on average
 
-    @property
+    @cached_property
     def limit(self) -> float:
         """The strangeness above which an image is refused; infinite where too few images were held out."""
         return conformal_limit(self.held_out, self.rate)
@@ -53,21 +54,29 @@ class Unknown:
         One unit is from the median of the held-out images to their 95 % quantile, so that with a rate of 5 % a typical
         image is at 0.
         """
-        limit = self.limit
-        if limit == math.inf:
+        if self.limit == math.inf:
             return features.new_zeros(len(features), dtype=torch.float32)
-        low, high = self.held_out.quantile(torch.tensor([0.5, 0.95])).tolist()
-        unit = max(high - low, 1e-6)
-        distances = 1 + (self.strangeness(features) - limit) / unit
+        distances = 1 + (self.strangeness(features) - self.limit) / self.unit
         return distances.nan_to_num(FARTHEST).clamp(-FARTHEST, FARTHEST)
 
     def strangeness(self, features: Tensor) -> Tensor:
         """The log likelihood ratio (b,) in float32 of no class to the likeliest one."""
+        densities = self.normals.log_densities((features.float() - self.center) @ self.projection)  # (b, C + 2)
+        return densities[:, -2:].logsumexp(1) - densities[:, :-2].amax(1)
+
+    @cached_property
+    def unit(self) -> float:
+        low, high = self.held_out.quantile(torch.tensor([0.5, 0.95])).tolist()
+        return max(float(high - low), 1e-6)
+
+    @cached_property
+    def normals(self) -> "Normals":
+        """Those of the classes, of a class that was not trained on, and of another kind of image."""
         s, n = self.spread, self.counts[:, None]
-        x = (features.float() - self.center) @ self.projection
-        new, other = (log_normal(x, torch.zeros_like(s)[None], (scale * (1 + s))[None]) for scale in (1.0, FAR))
-        classes = log_normal(x, n * s / (n * s + 1) * self.means, 1 + s / (n * s + 1))
-        return torch.logaddexp(new, other).amax(1) - classes.amax(1)
+        zeros = torch.zeros(2, len(s), device=s.device)
+        means = torch.cat([n * s / (n * s + 1) * self.means, zeros])
+        variances = torch.cat([1 + s / (n * s + 1), torch.stack([1 + s, FAR * (1 + s)])])
+        return Normals.make(means, variances)
 
     def to(self, device: torch.device) -> Self:
         """The same on another device; the held-out images stay, as the limit is one number."""
@@ -77,7 +86,8 @@ class Unknown:
     # ---- as tensors of a file
 
     def tensors(self) -> dict[str, Tensor]:
-        return {**vars(self), "rate": torch.tensor(self.rate, dtype=torch.float64)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**values, "rate": torch.tensor(self.rate, dtype=torch.float64)}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], classes: int, width: int) -> Self:
@@ -99,14 +109,25 @@ class Unknown:
         return cls(**values, rate=rate)
 
 
-def log_normal(x: Tensor, means: Tensor, variances: Tensor) -> Tensor:
-    """Log densities (b, C) of rows (b, D) under normal distributions (C, D) with diagonal covariances, less a constant.
+@dataclass(frozen=True, eq=False)
+class Normals:
+    """Normal distributions (C, D) with diagonal covariances, ready for two matrix products.
 
-    By two matrix products: sum (x - m)^2 / v = x^2 . 1/v - 2 x . m/v + sum m^2 / v.
+    The sum of (x - m)^2 / v is that of x^2 / v, less twice that of x m / v, and a constant.
     """
-    weight = 1 / variances
-    squares = x.square() @ weight.T - 2 * x @ (means * weight).T + (means.square() * weight).sum(1)
-    return -(squares + variances.log().sum(1)) / 2
+
+    squares: Tensor  # (D, C), 1 / v
+    products: Tensor  # (D, C), m / v
+    constants: Tensor  # (C,)
+
+    @classmethod
+    def make(cls, means: Tensor, variances: Tensor) -> Self:
+        constants = (means.square() / variances + variances.log()).sum(1)
+        return cls((1 / variances).T, (means / variances).T, constants)
+
+    def log_densities(self, x: Tensor) -> Tensor:
+        """Log densities (b, C) of rows (b, D), less a constant that all share."""
+        return x @ self.products - (x.square() @ self.squares + self.constants) / 2
 
 
 def conformal_limit(ascending: Tensor, rate: float) -> float:

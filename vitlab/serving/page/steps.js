@@ -115,11 +115,11 @@ export function mean(maps) {
 
 // ---- 5
 
-// Classes always share 100 % among them, whatever the picture: so its distance is looked at too.
+// The classes share 100 % among them whatever the picture is, so its distance from the training pictures counts too.
 function refusal({ refused, distance }) {
   if (!refused) return "";
-  const times = `${distance.toFixed(2)} times`;
-  return ` But these numbers are ${times} as far from those of its training pictures as it allows, so the answer is: none of these.`;
+  const far = `its distance from the training pictures is ${distance.toFixed(1)}, where 1 is the limit`;
+  return ` But these are shares among its own classes, and ${far}: the answer is none of these.`;
 }
 
 function classes(model, answer) {
