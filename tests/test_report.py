@@ -260,6 +260,18 @@ def test_a_perfect_score_has_a_lower_bound() -> None:
     assert section("mistakes", found, []).strip() == ""
 
 
+def test_the_calibration_error_without_the_temperature_is_shown() -> None:
+    generator = np.random.default_rng(0)
+    labels = generator.integers(0, 4, 300)
+    logits = (9 * np.eye(4)[labels] + 9 * generator.normal(size=(300, 4))).astype(np.float32)
+    plain, scaled = (score(logits, labels, tuple("abcd"), "", ("",) * 300, temperature=t) for t in (1.0, 8.0))
+    text = Page(section("confidence", scaled, None)).text
+    assert "temperature of 8, chosen on held-out images, makes it less sure" in text
+    for error in (plain.calibration_error.value, scaled.calibration_error.value):
+        assert f"{100 * error:.1f}".removesuffix(".0") + " %" in text
+    assert "temperature" not in section("confidence", plain, None)
+
+
 def test_a_resnet_shows_its_mistakes_without_attention() -> None:
     model = build(ResNetConfig(image_size=(16, 16), stages=(1,), width=32, classes=3))
     assert model.head is not None

@@ -172,6 +172,8 @@ def check_value(value: Any, hint: Any, name: str) -> Any:
         if len(value) == len(kinds):
             return tuple(check_value(v, k, name) for v, k in zip(value, kinds, strict=True))
     if hint is float and type(value) is int:
+        if abs(value) >> 1000:
+            raise UserError(f"{name} is a number of {value.bit_length():,} bits, which is too large")
         return float(value)
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return from_json(typing.cast(type[Any], hint), value)

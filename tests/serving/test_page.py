@@ -4,11 +4,19 @@ import base64
 import json
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import pytest
-from servers import NAMES, VITLAB, Running, encoded, photo, save, server
+from PIL import Image
+from servers import NAMES, VITLAB, Running, encoded, photo, save, server, small
+
+import vitlab
+from vitlab.data.source import ArraySource
+from vitlab.evaluation.extract import extract
+from vitlab.evaluation.unknown import fit_unknown
 
 if TYPE_CHECKING:
     from playwright import sync_api
@@ -177,6 +185,33 @@ def test_screen_readers_get_the_result(visit: Visit) -> None:
         .map((one) => one.outerHTML)"""
     assert page.evaluate(unnamed) == []
     assert page.get_attribute("html", "lang") == "en"
+
+
+def test_a_strange_picture_is_none_of_these(browser: "sync_api.Browser", tmp_path: Path) -> None:
+    """A model of smooth pictures sees a checkerboard; its classes are shown in gray, as the nearest."""
+    model = small(image_size=64)
+    pixels = np.stack([np.asarray(photo(i, 64, 64)) for i in range(140)])
+    source = ArraySource("smooth", pixels, np.arange(140) % len(NAMES), tuple(NAMES))
+    model.card = replace(model.card, unknown=fit_unknown(extract(model, source, device="cpu", workers=0)))
+    vitlab.save(model, tmp_path / "run", labels=NAMES)
+    board = Image.fromarray((np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8))
+    with server(tmp_path / "run") as live:
+        page = browser.new_page(reduced_motion="reduce")
+        visit = Visit(page)
+        visit.open(live.url)
+        visit.drop(encoded(board), "board.png")
+        assert visit.answered() == ("None of these", 0)
+        assert page.is_visible("#nearest")
+        assert "none of these" in page.inner_text("[role=status]").lower()
+        assert "none of these" in page.inner_text("#steps li:last-child")
+        gray = page.evaluate("getComputedStyle(document.querySelector('.fill')).backgroundColor")
+        visit.drop(encoded(photo(150, 64, 64)), "smooth.png")
+        page.wait_for_selector("#footnote:has-text('smooth.png')")
+        assert visit.answered()[0] in NAMES
+        assert page.is_hidden("#nearest")
+        assert page.evaluate("getComputedStyle(document.querySelector('.fill')).backgroundColor") != gray
+        page.close()
+        assert visit.errors == []
 
 
 @pytest.mark.parametrize("width", [360, 390, 768, 1280])

@@ -112,6 +112,15 @@ def print_scores(result: "Evaluation") -> None:
     rates = {"top-1": result.top1, "top-5": result.top5, "calibration error": result.calibration_error}
     rows = [("images", f"{len(result.labels):,}")]
     rows += [(name, percent_text(rate)) for name, rate in rates.items() if rate is not None]
+    if result.error_before is not None:
+        before = f"{result.error_before:.2%}, with temperature {result.temperature:.3g} as above"
+        rows.append(("before calibration", before))
+    if (refused := result.refusals()) is not None:
+        share, promised = refused["share"], refused["promised"]
+        words = (
+            f"{share['value']:.2%}  ({100 * share['low']:.2f} to {100 * share['high']:.2f}), {promised:.1%} promised"
+        )
+        rows.append(("none of these", words))
     if result.real is not None:
         rows.append(("ReaL", percent_text(result.real.accuracy) + f" of {result.real.images:,} images"))
     print_pairs(rows, box=None, pad_edge=False)

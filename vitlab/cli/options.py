@@ -46,6 +46,10 @@ Resize = Annotated[int | None, Option("--resize", min=1, help=RESIZE, show_defau
 Workers = Annotated[
     int | None, Option("--workers", min=0, help="Processes that decode images; by default fits the machine.")
 ]
+REFUSE = 'Share of images of the model\'s own classes that may become "none of these", so that others do; 0: none.'
+Refuse = Annotated[
+    float | None, Option("--refuse", min=0, max=0.99, help=REFUSE + " By default the model's.", show_default=False)
+]
 Device = Annotated[str, Option("--device", help="auto, cpu, cuda or mps.")]
 
 

@@ -1,12 +1,12 @@
 """`vitlab predict`: the classes of images."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Exit, Option
 
 from vitlab.cli.app import verb
-from vitlab.cli.options import Batch, Device, Run, Workers
+from vitlab.cli.options import Batch, Device, Refuse, Run, Workers
 from vitlab.errors import UserError
 from vitlab.terminal import Terminal, printable
 
@@ -29,11 +29,14 @@ def predict(
     out: Annotated[Path | None, Option(help="Write to this new file; .csv and .jsonl select the format.")] = None,
     strict: Annotated[bool, Option("--strict", help="Exit with 1 if any file could not be read.")] = False,
     allow_url: Annotated[bool, Option("--allow-url", help="Fetch http:// and https:// addresses.")] = False,
+    refuse: Refuse = None,
     device: Device = "auto",
     batch: Batch = None,
     workers: Workers = None,
 ) -> None:
     """Classify images: the most likely classes of every file, in the order of the files.
+
+    An image unlike all that the model was trained on is "none of these", if the model was fitted for it (see --refuse).
 
     Files that cannot be read are listed at the end. Ctrl-C keeps the predictions so far, in complete lines.
 
@@ -46,9 +49,8 @@ def predict(
         raise UserError("choose one of --json and --csv")
     suffix = "" if out is None else out.suffix.lower()
     kind: FormatName = "json" if as_json else "csv" if as_csv else FORMAT_OF_SUFFIX.get(suffix, "table")
-    summary = predict_files(
-        run, paths, kind=kind, top=top_k, out=out, device=device, batch=batch, workers=workers, allow_url=allow_url
-    )
+    how: dict[str, Any] = {"device": device, "batch": batch, "workers": workers, "allow_url": allow_url}
+    summary = predict_files(run, paths, kind=kind, top=top_k, out=out, refuse=refuse, **how)
     if not summary.broken:
         return
     terminal = Terminal(stderr=True)

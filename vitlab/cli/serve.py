@@ -9,7 +9,7 @@ from rich.markup import escape
 from typer import Option
 
 from vitlab.cli.app import console, verb
-from vitlab.cli.options import Device, Run, parse_size
+from vitlab.cli.options import Device, Refuse, Run, parse_size
 from vitlab.errors import UserError
 from vitlab.terminal import printable
 from vitlab.text import listed
@@ -45,6 +45,7 @@ def serve(
     ] = "jpeg,png,webp,gif,avif",
     timeout: Annotated[float, Option(min=0.1, help="Seconds for a request to arrive.")] = 30,
     workers: Annotated[int | None, Option(min=1, help="Processes that decode; one per core, up to 8.")] = None,
+    refuse: Refuse = None,
     device: Device = "auto",
 ) -> None:
     """Serve a model as a web page and an API: drop an image, see its classes and where the model looks.
@@ -72,7 +73,7 @@ def serve(
     )
     name, wait = Path(run).name or run, max_wait_ms / 1000
     settings = ServiceSettings(name, token, max_batch, wait, queue, processes=workers, limits=limits)
-    run_server(run, device, host, port, settings, host_name or [])
+    run_server(run, device, host, port, settings, host_name or [], refuse)
 
 
 def parse_formats(text: str) -> tuple[str, ...]:
@@ -86,7 +87,15 @@ def parse_formats(text: str) -> tuple[str, ...]:
     return names
 
 
-def run_server(run: str, device: str, host: str, port: int, settings: "ServiceSettings", names: list[str]) -> None:
+def run_server(
+    run: str,
+    device: str,
+    host: str,
+    port: int,
+    settings: "ServiceSettings",
+    names: list[str],
+    refuse: float | None = None,
+) -> None:
     """Load the model, listen, and print the address; returns when the server has been stopped."""
     from vitlab.predict import Classifier
     from vitlab.serving import server
@@ -98,7 +107,7 @@ def run_server(run: str, device: str, host: str, port: int, settings: "ServiceSe
     address = sock.getsockname()[0]
     hosts = AllowedHosts(address, [host, *names])
     with console.status(f"loading {escape(printable(run))}"):
-        service = Service(Classifier(run, device), settings)
+        service = Service(Classifier(run, device, refuse=refuse), settings)
 
     def started() -> None:
         console.print(f"{settings.name} on {service.classifier.device}: {server.server_url(sock)}")

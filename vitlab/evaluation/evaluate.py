@@ -3,10 +3,12 @@
 Shapes: n images, K classes of the model.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from vitlab.data.label_sets import make_sets
@@ -21,7 +23,7 @@ from vitlab.evaluation.multi_result import MultiEvaluation, score_sets
 from vitlab.evaluation.piece_cache import Values
 from vitlab.evaluation.real import Lists, image_numbers, score_real
 from vitlab.evaluation.result import Evaluation
-from vitlab.evaluation.scores import Rate, calibration, calibration_interval, confusion, rate, top_hits
+from vitlab.evaluation.scores import Rate, calibration, calibration_interval, confusion, rate, softmax, top_hits
 from vitlab.models.variants import Model
 from vitlab.text import listed
 
@@ -80,8 +82,15 @@ def evaluate(
     if real is not None:
         check_real(names, count)
     lists = None if real is None else (real, image_numbers(files, len(real)))
-    logits = extract_values(model, source, what="logits", keep=keep, title="evaluating", **options)
-    return score(logits, match.place[source.labels], match.names, match.note, files, lists)
+    truth, card = match.place[source.labels], model.card
+    if card.unknown is None:
+        logits = extract_values(model, source, what="logits", keep=keep, title="evaluating", **options)
+        return score(logits, truth, match.names, match.note, files, lists, temperature=card.temperature)
+    features = extract_values(model, source, keep=keep, title="evaluating", **options)
+    logits = head_logits(model, features)
+    found = score(logits, truth, match.names, match.note, files, lists, temperature=card.temperature)
+    distances = card.unknown.distances(torch.from_numpy(features)).double().numpy()
+    return replace(found, distances=distances, refuse=card.unknown.rate)
 
 
 def evaluate_sets(
@@ -108,6 +117,14 @@ def evaluate_sets(
     return score_sets(logits, truth, known, thresholds, match.names, match.note, files)
 
 
+@torch.no_grad()
+def head_logits(model: Model, features: Values) -> Values:
+    """Compute logits (n, K) of features (n, D), so that both come from one pass over the images."""
+    assert model.head is not None
+    weight, bias = (part.detach().float().cpu() for part in (model.head.weight, model.head.bias))
+    return torch.nn.functional.linear(torch.from_numpy(features), weight, bias).numpy()
+
+
 def check_real(labels: Names | None, count: int) -> None:
     """Raise UserError unless a model's classes can be ImageNet's, which ReaL's lists have by number."""
     if count != CLASSES:
@@ -118,11 +135,21 @@ def check_real(labels: Names | None, count: int) -> None:
 
 
 def score(
-    logits: Values, labels: Ints, names: Names, note: str, files: Names, real: tuple[Lists, Ints] | None = None
+    logits: Values,
+    labels: Ints,
+    names: Names,
+    note: str,
+    files: Names,
+    real: tuple[Lists, Ints] | None = None,
+    *,
+    temperature: float = 1.0,
 ) -> Evaluation:
-    """Score logits (n, K) computed before; `real` holds the ReaL lists and the number (n,) of each image in them."""
+    """Score logits (n, K) computed before; `real` holds the ReaL lists and the number (n,) of each image in them.
+
+    Confidences are softmax(logits / temperature).
+    """
     guesses = logits.argmax(1)
-    probabilities = softmax(logits)
+    probabilities = softmax(logits / np.float32(temperature))
     calibrated = calibration(probabilities, labels)
     return Evaluation(
         names=names,
@@ -137,13 +164,9 @@ def score(
         calibration=calibrated,
         calibration_error=Rate(calibrated.error, *calibration_interval(probabilities, labels)),
         real=None if real is None else score_real(guesses, labels, *real),
+        temperature=temperature,
+        error_before=None if temperature == 1 else calibration(softmax(logits), labels).error,
     )
-
-
-def softmax(logits: Values) -> Values:
-    odds = np.exp(logits - logits.max(1, keepdims=True))
-    odds /= odds.sum(1, keepdims=True)
-    return odds
 
 
 def rate_of(hits: NDArray[np.bool_]) -> Rate:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vitlab.data.rng import Floats, Ints
 from vitlab.evaluation.real import RealScore
-from vitlab.evaluation.scores import Calibration, Rate, wilson
+from vitlab.evaluation.scores import Calibration, Rate, rate, wilson
 from vitlab.files import write_text
 
 PAIRS = 20  # most confused pairs that are kept
@@ -38,6 +38,30 @@ class Evaluation:
     calibration: Calibration
     calibration_error: Rate
     real: RealScore | None
+    temperature: float = 1.0  # of the model; it is in `confidence` and `calibration`
+    error_before: float | None = None  # the calibration error without the temperature, where the model has one
+    distances: Floats | None = None  # (n,) of a model that can refuse: above 1 an image is none of the classes
+    refuse: float | None = None  # the share of known images that such a model promises to refuse at most
+
+    @property
+    def refused(self) -> NDArray[np.bool_]:
+        """Whether each image is refused, (n,)."""
+        return np.zeros(len(self.labels), bool) if self.distances is None else self.distances > 1
+
+    def refusals(self) -> dict[str, Any] | None:
+        """How many of these images, all of known classes, are refused, and the accuracy on the others."""
+        if self.refuse is None:
+            return None
+        refused, hits = self.refused, self.guesses == self.labels
+        number, answered = int(refused.sum()), int((~refused).sum())
+        accuracy = rate(int(hits[~refused].sum()), answered) if answered else None
+        return {
+            "promised": self.refuse,
+            "images": number,
+            "share": asdict(rate(number, len(refused))),
+            "mistakes": int((refused & ~hits).sum()),
+            "accuracy_of_others": None if accuracy is None else asdict(accuracy),
+        }
 
     @property
     def confused(self) -> list[tuple[str, str, int]]:
@@ -72,6 +96,9 @@ class Evaluation:
             "top1": asdict(self.top1),
             "top5": None if self.top5 is None else asdict(self.top5),
             "calibration_error": asdict(self.calibration_error),
+            "temperature": self.temperature,
+            "calibration_error_before": self.error_before,
+            "refused": self.refusals(),
             "real": None if self.real is None else vars(self.real) | asdict(self.real.accuracy),
             "calibration": bins_to_json(self.calibration),
             "per_class": self.class_table(),
@@ -91,10 +118,16 @@ class Evaluation:
         table = self.class_table()
         write_text(folder / "per_class.csv", csv_text(table[0], (row.values() for row in table)))
         truth, guess = ([self.names[i] for i in index.tolist()] for index in (self.labels, self.guesses))
-        rows = zip(self.files, truth, guess, (f"{value:.6f}" for value in self.confidence), strict=True)
-        write_text(folder / "predictions.csv", csv_text(("image", "truth", "guess", "confidence"), rows))
+        columns = {"image": self.files, "truth": truth, "guess": guess, "confidence": six_digits(self.confidence)}
+        if self.distances is not None:
+            columns["distance"] = six_digits(self.distances)
+        write_text(folder / "predictions.csv", csv_text(columns, zip(*columns.values(), strict=True)))
         style.write(scores.confusion_figure(self.matrix, self.names), folder / "confusion")
         style.write(scores.calibration_figure(**vars(self.calibration)), folder / "calibration")
+
+
+def six_digits(values: Floats) -> list[str]:
+    return [f"{value:.6f}" for value in values]
 
 
 def rate_columns(name: str, hits: Ints, images: Ints) -> list[dict[str, float | None]]:

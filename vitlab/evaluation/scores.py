@@ -4,12 +4,15 @@ Shapes: n images, K classes, B bins, R rates.
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitlab.data.rng import Floats, Ints
 from vitlab.errors import UserError
+
+Real = TypeVar("Real", np.float32, np.float64)
 
 Z = 1.959963984540054  # the normal distribution's 97.5 % quantile: intervals hold 95 %
 BINS = 15  # of confidence, for the calibration error
@@ -47,6 +50,13 @@ def top_hits(logits: NDArray[np.floating], labels: Ints, k: int) -> NDArray[np.b
     k = min(k, logits.shape[1])
     first = np.argpartition(logits, -k, axis=1)[:, -k:]
     return (first == np.asarray(labels)[:, None]).any(1)
+
+
+def softmax(logits: NDArray[Real]) -> NDArray[Real]:
+    """Compute the probabilities of logits (n, K), in their precision."""
+    odds = np.exp(logits - logits.max(1, keepdims=True))
+    odds /= odds.sum(1, keepdims=True)
+    return odds
 
 
 # ---- calibration

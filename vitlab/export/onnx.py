@@ -78,6 +78,7 @@ def metadata(model: Model, any_size: bool) -> dict[str, str]:
         "labels": model.card.labels,
         "multi_label": model.card.thresholds is not None,
         "thresholds": model.card.thresholds,
+        "temperature": model.card.temperature,
         "image_size": model.config.image_size,
         "any_size": any_size,
         "stride": stride_of(model),

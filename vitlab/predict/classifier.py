@@ -4,7 +4,7 @@ Shapes: b images, h and w the model's height and width, K classes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,15 +18,37 @@ from vitlab.device import has_bf16, pick_device
 from vitlab.errors import UserError
 from vitlab.html import bar_table
 from vitlab.models.config import Preprocess
+from vitlab.models.unknown import Unknown
 from vitlab.models.variants import Model
 from vitlab.weights import load
 
 TOP = 5  # classes of an image by default
+REFUSED = "none of these"  # the label of an image that is refused
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model computes of b images: probabilities (b, K) and, where it can refuse, distances (b,).
+
+    A distance is relative to the one from where images are refused: above 1 it is none of the classes.
+    """
+
+    probabilities: Tensor
+    distances: Tensor | None = None
+
+    def __getitem__(self, rows: list[int] | slice) -> "Scores":
+        return Scores(self.probabilities[rows], None if self.distances is None else self.distances[rows])
+
+    def __len__(self) -> int:
+        return len(self.probabilities)
 
 
 @dataclass(frozen=True)
 class Prediction:
     """The most probable classes of one image, best first; of a multi-label model, those that it finds in the image.
+
+    A model that can refuse has the `distance` of the image from its training images. Above 1 the image is `refused`,
+    the label is "none of these", and the classes are only those that it resembles most.
 
     >>> Prediction("cat.jpg", ("cat", "dog"), (0.75, 0.25)).label
     'cat'
@@ -36,16 +58,21 @@ class Prediction:
     labels: tuple[str, ...]
     probabilities: tuple[float, ...]
     thresholds: tuple[float, ...] | None = None  # of these classes, where the model is multi-label
+    distance: float | None = None  # relative to the one from where images are refused
+
+    @property
+    def refused(self) -> bool:
+        return self.distance is not None and self.distance > 1
 
     @property
     def label(self) -> str:
-        """The most probable class; "" where a multi-label model finds none."""
-        return self.labels[0] if self.labels else ""
+        """The most probable class, or "none of these"; "" where a multi-label model finds none."""
+        return REFUSED if self.refused else self.labels[0] if self.labels else ""
 
     @property
     def probability(self) -> float:
-        """The probability of that class; 0 where a multi-label model finds none."""
-        return self.probabilities[0] if self.labels else 0.0
+        """The probability of that class; 0 where it is refused, or a multi-label model finds none."""
+        return self.probabilities[0] if self.labels and not self.refused else 0.0
 
     @property
     def top(self) -> list[tuple[str, float]]:
@@ -54,11 +81,11 @@ class Prediction:
 
     def __repr__(self) -> str:
         classes = ", ".join(f"{label!r} {value:.1%}" for label, value in self.top)
-        return f"Prediction({self.file!r}: {classes})"
+        return f"Prediction({self.file!r}: {f'{REFUSED}; nearest ' if self.refused else ''}{classes})"
 
     def _repr_html_(self) -> str:
         """A table with a bar for each class, for notebooks."""
-        return bar_table(self.file, self.top)
+        return bar_table(f"{self.file}: {REFUSED}; nearest:" if self.refused else self.file, self.top)
 
 
 class Classifier:
@@ -67,9 +94,12 @@ class Classifier:
     Args:
         model: a model, or what `vitlab.load` takes: a run's folder, a file of weights or a hub id.
         device: "auto" (the best there is), "cpu", "cuda" or "mps".
+        refuse: the share of images of its own classes that a model may answer "none of these" to, in order to refuse
+            others; by default that of the model. 0 never refuses, as does a model that was not fitted for it.
 
     Raises:
-        UserError: the model cannot be loaded or has no head, or there is no such device.
+        UserError: the model cannot be loaded or has no head, `refuse` is not a share or the model cannot refuse, or
+            there is no such device.
 
     >>> classifier = Classifier("runs/pets")
     >>> classifier.predict("cat.jpg").label
@@ -80,8 +110,10 @@ class Classifier:
     device: torch.device
     labels: tuple[str, ...]
     thresholds: Tensor | None  # (K,) of a multi-label model
+    temperature: float
+    unknown: Unknown | None  # what refuses
 
-    def __init__(self, model: Model | str | Path, device: str = "auto") -> None:
+    def __init__(self, model: Model | str | Path, device: str = "auto", *, refuse: float | None = None) -> None:
         loaded = model if isinstance(model, nn.Module) else load(model)
         classes = loaded.config.classes
         if classes == 0:
@@ -95,6 +127,8 @@ class Classifier:
         self.labels = loaded.card.labels or tuple(f"class {i}" for i in range(classes))
         limits = loaded.card.thresholds
         self.thresholds = None if limits is None else torch.tensor(limits)
+        self.temperature = loaded.card.temperature
+        self.unknown = pick_unknown(loaded.card.unknown, refuse, self.device)
 
     def predict(self, image: Image.Image | str | Path, top: int | None = None) -> Prediction:
         """The `top` most probable classes of one image, or all where there are fewer.
@@ -117,30 +151,46 @@ class Classifier:
                 upright = decode(image, file)
         except BrokenImage as broken:
             raise UserError(f"{broken.name} cannot be read: {broken.why}") from None
-        return self.best(self.probabilities(self.pixels(upright)[None]), top, [file])[0]
+        return self.best(self.scores(self.pixels(upright)[None]), top, [file])[0]
 
     def pixels(self, image: Image.Image) -> Tensor:
         """An upright RGB image as bytes (3, h, w), resized and cropped as in evaluation."""
         return eval_pixels(image, self.model.config.image_size, self.preprocess)
 
-    @torch.inference_mode()
     def logits(self, pixels: Tensor) -> Tensor:
         """Logits (b, K) in float32 on the CPU, of bytes (b, 3, h, w)."""
+        return self.forward(pixels)[0]
+
+    @torch.inference_mode()
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits (b, K) and, where the model can refuse, distances (b,), from one pass of bytes (b, 3, h, w)."""
         images = normalize(pixels.to(self.device, non_blocking=True), self.preprocess)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=has_bf16(self.device)):
-            return self.model(images).float().cpu()
+            features = self.model.features(images)
+            assert self.model.head is not None  # checked at the start
+            logits = self.model.head(features)
+        distances = None if self.unknown is None else self.unknown.distances(features).cpu()
+        return logits.float().cpu(), distances
+
+    def scores(self, pixels: Tensor) -> Scores:
+        """Probabilities (b, K), of bytes (b, 3, h, w), and the distances by which images are refused."""
+        logits, distances = self.forward(pixels)
+        if self.thresholds is not None:
+            return Scores(logits.sigmoid())
+        return Scores((logits / self.temperature).softmax(-1), distances)
 
     def probabilities(self, pixels: Tensor) -> Tensor:
         """Probabilities (b, K), of bytes (b, 3, h, w); each row sums to one, unless the model is multi-label."""
-        logits = self.logits(pixels)
-        return logits.softmax(-1) if self.thresholds is None else logits.sigmoid()
+        return self.scores(pixels).probabilities
 
-    def best(self, probabilities: Tensor, top: int | None, files: Sequence[str]) -> list[Prediction]:
-        """The classes of each row of probabilities (b, K), as `top_classes` has them; `files` name the rows."""
+    def best(self, scores: Scores, top: int | None, files: Sequence[str]) -> list[Prediction]:
+        """The classes of each of b images, as `top_classes` has them; `files` name the images."""
         found = []
-        for file, (best, values) in zip(files, self.top_classes(probabilities, top), strict=True):
+        distances = [None] * len(scores) if scores.distances is None else scores.distances.tolist()
+        rows = zip(files, self.top_classes(scores.probabilities, top), distances, strict=True)
+        for file, (best, values), distance in rows:
             limits = None if self.thresholds is None else tuple(self.thresholds[best].tolist())
-            found.append(Prediction(file, tuple(self.labels[i] for i in best), tuple(values), limits))
+            found.append(Prediction(file, tuple(self.labels[i] for i in best), tuple(values), limits, distance))
         return found
 
     def top_classes(self, probabilities: Tensor, top: int | None) -> list[tuple[list[int], list[float]]]:
@@ -154,3 +204,17 @@ class Classifier:
             return [(o[c].tolist(), v[c].tolist()) for o, v, c in zip(order, values, chosen, strict=True)]
         count = top or TOP
         return list(zip(order[:, :count].tolist(), values[:, :count].tolist(), strict=True))
+
+
+def pick_unknown(own: Unknown | None, rate: float | None, device: torch.device) -> Unknown | None:
+    """A model's own way to refuse, at its own rate of false refusals or another; None where nothing is refused."""
+    if rate is not None and not 0 <= rate < 1:
+        raise UserError(f"the share of false refusals must be at least 0 and below 1, not {rate:g}; 0 never refuses")
+    if rate == 0 or (own is None and rate is None):
+        return None
+    if own is None:
+        raise UserError(
+            "this model cannot refuse: it was saved without the features of its training images; leave the share of "
+            "false refusals out, or fine-tune again"
+        )
+    return (own if rate is None else replace(own, rate=rate)).to(device)

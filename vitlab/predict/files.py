@@ -49,8 +49,11 @@ def predict_files(
     batch: int | None = None,
     workers: int | None = None,
     allow_url: bool = False,
+    refuse: float | None = None,
 ) -> PredictSummary:
     """Write the predictions to `out`, or to standard output, as they come; Ctrl-C leaves complete lines behind.
+
+    `refuse` is the share of false refusals, as `Classifier` has it.
 
     Raises UserError if nothing could be read, and Stopped after SIGINT or SIGTERM.
     """
@@ -60,10 +63,10 @@ def predict_files(
     indices = range(len(inputs) * rank // world, len(inputs) * (rank + 1) // world)
     summary = PredictSummary(len(indices))
     try:
-        classifier = Classifier(run, device)
+        classifier = Classifier(run, device, refuse=refuse)
         is_multi = classifier.thresholds is not None
         count = None if top is None and is_multi else min(top or TOP[kind], len(classifier.labels))
-        form = make_format(kind, inputs, classifier.labels, None if is_multi else count)
+        form = make_format(kind, inputs, classifier.labels, None if is_multi else count, classifier.unknown is not None)
         readers = min(pick_workers(classifier.device) if workers is None else workers, len(indices) // 2)
         stream = predict_stream(classifier, inputs, indices, top=count, batch=batch, workers=readers)
         with open_output(out) as file:

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from rich.cells import cell_len, set_cell_size
 
-from vitlab.predict.classifier import Prediction
+from vitlab.predict.classifier import REFUSED, Prediction
 from vitlab.predict.inputs import Inputs
 from vitlab.terminal import printable
 
@@ -29,7 +29,8 @@ class Format(Protocol):
 class Table:
     """Aligned columns, as wide as the names need; a path too long for its column loses its beginning."""
 
-    def __init__(self, inputs: Inputs, labels: tuple[str, ...], top: int | None) -> None:
+    def __init__(self, inputs: Inputs, labels: tuple[str, ...], top: int | None, refuses: bool) -> None:
+        labels = (*labels, REFUSED) if refuses else labels
         longest = max(cell_len(printable(inputs.name(i))) for i in range(len(inputs)))
         self.name = max(len("image"), min(NAME_WIDTH, longest))
         self.label = max(len("class"), min(LABEL_WIDTH, max(cell_len(printable(label)) for label in labels)))
@@ -39,9 +40,11 @@ class Table:
         return self.row("image", "class", "probability", "then" if self.top is None or self.top > 1 else "")
 
     def line(self, prediction: Prediction) -> str:
-        then = ", ".join(f"{printable(label)} {value:.1%}" for label, value in prediction.top[1:])
+        shown = [f"{printable(label)} {value:.1%}" for label, value in prediction.top]
+        if prediction.refused:
+            return self.row(printable(prediction.file), REFUSED, "", "nearest " + ", ".join(shown))
         first = (printable(prediction.label), f"{prediction.probability:.1%}") if prediction.labels else ("(none)", "")
-        return self.row(printable(prediction.file), *first, then)
+        return self.row(printable(prediction.file), *first, ", ".join(shown[1:]))
 
     def row(self, name: str, label: str, value: str, then: str) -> str:
         name = set_cell_size(shorten_start(name, self.name), self.name)
@@ -51,7 +54,8 @@ class Table:
 class JsonLines:
     """One object a line: {"path": ..., "classes": [{"name": ..., "probability": ...}, ...]}.
 
-    The classes of a multi-label model have their "threshold" too.
+    The classes of a multi-label model have their "threshold" too. Of a model that can refuse, there are "refused" and
+    the "distance", above 1 where the image is none of the classes; these are then the ones that it resembles.
     """
 
     def head(self) -> str:
@@ -61,22 +65,34 @@ class JsonLines:
         classes = [{"name": label, "probability": seven_digits(value)} for label, value in prediction.top]
         for one, threshold in zip(classes, prediction.thresholds or (), strict=False):
             one["threshold"] = seven_digits(threshold)
-        return json.dumps({"path": prediction.file, "classes": classes}) + "\n"
+        entry: dict[str, object] = {"path": prediction.file}
+        if prediction.distance is not None:
+            entry |= {"refused": prediction.refused, "distance": seven_digits(prediction.distance)}
+        return json.dumps({**entry, "classes": classes}) + "\n"
 
 
 class Csv:
-    """path, class, probability; with more classes also class_2, probability_2 and so on."""
+    """path, class, probability; with more classes also class_2, probability_2 and so on.
 
-    def __init__(self, top: int) -> None:
-        self.top = top
+    Of a model that can refuse, also nearest and distance: a refused image has "none of these" as its class, without a
+    probability and further classes, and nearest is the class that it resembles most.
+    """
+
+    def __init__(self, top: int, refuses: bool = False) -> None:
+        self.top, self.refuses = top, refuses
 
     def head(self) -> str:
         more = [f"{column}_{i}" for i in range(2, self.top + 1) for column in ("class", "probability")]
-        return self.row("path", "class", "probability", *more)
+        return self.row("path", "class", "probability", *more, *(("nearest", "distance") if self.refuses else ()))
 
     def line(self, prediction: Prediction) -> str:
         classes = ((label, seven_digits(value)) for label, value in prediction.top)
-        return self.row(prediction.file, *itertools.chain.from_iterable(classes))
+        cells: list[object] = list(itertools.chain.from_iterable(classes))
+        if prediction.refused:
+            cells = [REFUSED, *[""] * (2 * self.top - 1)]
+        if prediction.distance is not None:
+            cells += [prediction.labels[0], seven_digits(prediction.distance)]
+        return self.row(prediction.file, *cells)
 
     def row(self, *cells: object) -> str:
         text = io.StringIO()
@@ -95,13 +111,18 @@ class CsvLists(Csv):
         return self.row(prediction.file, ";".join(prediction.labels), values)
 
 
-def make_format(kind: FormatName, inputs: Inputs, labels: tuple[str, ...], top: int | None) -> Format:
-    """The format for predictions of so many classes each; None: of a multi-label model, any number of them."""
+def make_format(
+    kind: FormatName, inputs: Inputs, labels: tuple[str, ...], top: int | None, refuses: bool = False
+) -> Format:
+    """The format for predictions of so many classes each; None: of a multi-label model, any number of them.
+
+    `refuses`: an image may be none of the classes.
+    """
     if kind == "table":
-        return Table(inputs, labels, top)
+        return Table(inputs, labels, top, refuses)
     if kind == "json":
         return JsonLines()
-    return CsvLists(0) if top is None else Csv(top)
+    return CsvLists(0) if top is None else Csv(top, refuses)
 
 
 def seven_digits(value: float) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vitlab.data.workers import AHEAD, BrokenEntry, EvalReader, chunk_size, read_batches
-from vitlab.predict.classifier import Classifier, Prediction
+from vitlab.predict.classifier import Classifier, Prediction, Scores
 from vitlab.predict.inputs import Inputs
 
 BATCH = {"cuda": 256, "mps": 64}
@@ -38,17 +38,17 @@ def predict_stream(
         rows = [row for row, index in enumerate(order) if index not in unread]
         good: list[Prediction] = []
         if rows:
-            probabilities = predict_batch(classifier, chunk.pixels, size)
-            good = classifier.best(probabilities[rows], top, [inputs.name(order[row]) for row in rows])
+            scores = predict_batch(classifier, chunk.pixels, size)
+            good = classifier.best(scores[rows], top, [inputs.name(order[row]) for row in rows])
         yield PredictionBatch(tuple(good), chunk.broken)
 
 
-def predict_batch(classifier: Classifier, pixels: Tensor, size: int) -> Tensor:
-    """Probabilities (b, K) of bytes (b, 3, h, w); on a GPU always computed in batches of `size`.
+def predict_batch(classifier: Classifier, pixels: Tensor, size: int) -> Scores:
+    """Scores of bytes (b, 3, h, w); on a GPU always computed in batches of `size`.
 
     Kernels for another batch size round differently, in bf16 visibly; a prediction must not depend on its neighbors.
     """
     count = len(pixels)
     if classifier.device.type == "cuda" and count < size:
         pixels = torch.cat([pixels, pixels.new_zeros(size - count, *pixels.shape[1:])])
-    return classifier.probabilities(pixels)[:count]
+    return classifier.scores(pixels)[:count]

@@ -61,7 +61,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
     )
     async def predict(request: Request, top_k: TopK = None) -> Response:
         rows = await service.predict(request)
-        return fast_json({"images": [{"name": name, "classes": service.top_classes(row, top_k)} for name, row in rows]})
+        return fast_json({"images": [service.answer(name, scores, top_k) for name, scores in rows]})
 
     @app.post(
         "/v1/explain",
@@ -71,8 +71,8 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         openapi_extra=schema.body(1),
     )
     async def explain(request: Request, top_k: TopK = None) -> Response:
-        name, row, fields = await service.explain(request)
-        return await asyncio.to_thread(fast_json, {"name": name, "classes": service.top_classes(row, top_k), **fields})
+        name, scores, fields = await service.explain(request)
+        return await asyncio.to_thread(fast_json, service.answer(name, scores, top_k) | fields)
 
     @app.get(
         "/v1/model",

@@ -19,19 +19,20 @@ from vitlab.models.config import ViTConfig
 from vitlab.models.resnet import ResNet
 from vitlab.plots.steps import Steps
 from vitlab.predict import Classifier
+from vitlab.predict.classifier import Scores
 from vitlab.serving.limits import Limits
 from vitlab.serving.schema import ModelInfo
 
 NO_STEPS = "This model is a ResNet: it applies convolutions to images and has no patches, tokens or attention to show."
 
 
-def compute_steps(classifier: Classifier, pixels: Tensor) -> tuple[Tensor, Steps | None]:
-    """Probabilities (K,) and, for a transformer, the steps; for the thread that owns the model."""
-    probabilities = classifier.probabilities(pixels[None])[0]
+def compute_steps(classifier: Classifier, pixels: Tensor) -> tuple[Scores, Steps | None]:
+    """One image's scores and, for a transformer, the steps; for the thread that owns the model."""
+    scores = classifier.scores(pixels[None])
     if isinstance(classifier.model, ResNet):
-        return probabilities, None
+        return scores, None
     image = normalize(pixels[None].to(classifier.device), classifier.preprocess)[0]
-    return probabilities, five_steps(classifier.model, image)
+    return scores, five_steps(classifier.model, image)
 
 
 def steps_to_json(pixels: Tensor, steps: Steps | None) -> dict[str, Any]:
@@ -63,7 +64,8 @@ def model_info(classifier: Classifier, name: str, limits: Limits) -> ModelInfo:
     config, model = classifier.model.config, classifier.model
     fields: dict[str, Any] = {"name": name, "parameters": sum(p.numel() for p in model.parameters())}
     fields |= {"classes": config.classes, "image_size": config.image_size}
-    fields |= {"multi_label": classifier.thresholds is not None}
+    unknown = classifier.unknown
+    fields |= {"multi_label": classifier.thresholds is not None, "refuse": None if unknown is None else unknown.rate}
     if isinstance(config, ViTConfig):
         axial = config.attention == "axial"
         fields |= {"kind": "vit", "layers": config.depth * (2 if axial else 1), "heads": config.heads, "axial": axial}

@@ -19,6 +19,14 @@ class ClassProbability(BaseModel):
 class Prediction(BaseModel):
     name: str = Field(description="The file's name, as it was sent.")
     classes: list[ClassProbability] = Field(description="The most probable classes, the first one first.")
+    refused: bool | None = Field(
+        None,
+        description="Whether the image is none of the classes, which are then those it resembles most. "
+        "Only of a model that can refuse.",
+    )
+    distance: float | None = Field(
+        None, description="How far the image is from those of the classes; above 1 it is refused."
+    )
 
 
 class Predictions(BaseModel):
@@ -46,6 +54,7 @@ class ModelInfo(BaseModel):
     kind: str
     classes: int
     multi_label: bool = Field(description="Whether an image may have any number of classes.")
+    refuse: float | None = Field(description="The share of known images that may be refused; null: none is.")
     image_size: list[int]
     parameters: int
     layers: int

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vitlab.errors import UserError
 from vitlab.predict import Classifier
+from vitlab.predict.classifier import Scores
 from vitlab.serving.batcher import Batcher, BatcherClosed, QueueFull
 from vitlab.serving.decoding import Decoders
 from vitlab.serving.explain import compute_steps, steps_to_json
@@ -57,8 +58,9 @@ class Service:
         self.metrics.add_gauge("vitlab_queue_length", "Images in the queue.", lambda: len(self.batcher))
         self.metrics.add_gauge("vitlab_upload_bytes", "Bytes of uploads in memory.", lambda: self.budget.used)
 
-    def _run_batch(self, pixels: Sequence[Tensor]) -> Sequence[Tensor]:
-        return list(self.classifier.probabilities(torch.stack(list(pixels))))
+    def _run_batch(self, pixels: Sequence[Tensor]) -> Sequence[Scores]:
+        scores = self.classifier.scores(torch.stack(list(pixels)))
+        return [scores[i : i + 1] for i in range(len(scores))]
 
     async def warm_up(self) -> None:
         """Run one request of each kind, so that the first client does not wait for what torch sets up."""
@@ -67,12 +69,12 @@ class Service:
         await asyncio.wrap_future(self.batcher.submit(blank))
         await asyncio.wrap_future(self.batcher.call(lambda: compute_steps(self.classifier, blank)))
 
-    async def predict(self, request: Request) -> list[tuple[str, Tensor]]:
-        """Every image's name and probabilities, (K,)."""
+    async def predict(self, request: Request) -> list[tuple[str, Scores]]:
+        """Every image's name and scores."""
         names, futures = await self._enqueue(request)
         return list(zip(names, await gather_results(request, futures), strict=True))
 
-    async def _enqueue(self, request: Request) -> tuple[list[str], list[Future[Tensor]]]:
+    async def _enqueue(self, request: Request) -> tuple[list[str], list[Future[Scores]]]:
         """Read and decode the body and queue its images; when this returns nothing refers to the body any more."""
         self.check_capacity()
         async with receive_uploads(request, self.limits, self.budget) as uploads:
@@ -80,13 +82,13 @@ class Service:
                 futures = places.submit(await run_while_connected(request, self.decoders.decode(uploads)))
             return [upload.name for upload in uploads], futures
 
-    async def explain(self, request: Request) -> tuple[str, Tensor, dict[str, Any]]:
-        """The image's name, its probabilities, (K,), and the fields that the page draws."""
+    async def explain(self, request: Request) -> tuple[str, Scores, dict[str, Any]]:
+        """The image's name, its scores, and the fields that the page draws."""
         name, pixels = await self._receive_one(request)
         with batcher_errors():
             future = self.batcher.call(lambda: compute_steps(self.classifier, pixels))
-        ((row, steps),) = await gather_results(request, [future])
-        return name, row, await asyncio.to_thread(steps_to_json, pixels, steps)
+        ((scores, steps),) = await gather_results(request, [future])
+        return name, scores, await asyncio.to_thread(steps_to_json, pixels, steps)
 
     async def _receive_one(self, request: Request) -> tuple[str, Tensor]:
         self.check_capacity()
@@ -104,12 +106,20 @@ class Service:
             if len(self.batcher) >= self.batcher.queue:
                 raise QueueFull
 
+    def answer(self, name: str, scores: Scores, k: int | None) -> dict[str, Any]:
+        """One image's entry in the response."""
+        entry: dict[str, Any] = {"name": name, "classes": self.top_classes(scores.probabilities, k)}
+        if scores.distances is not None:
+            distance = float(scores.distances[0])
+            entry |= {"refused": distance > 1, "distance": distance}
+        return entry
+
     def top_classes(self, row: Tensor, k: int | None) -> list[dict[str, Any]]:
-        """The k most probable classes; None: five, and of a multi-label model those that reach their thresholds."""
+        """The k most probable of (1, K); None: five, and of a multi-label model those that reach their thresholds."""
         limits, labels = self.classifier.thresholds, self.classifier.labels
         classes: list[dict[str, Any]] = [
             {"index": index, "name": labels[index], "probability": value}
-            for index, value in zip(*self.classifier.top_classes(row[None], k)[0], strict=True)
+            for index, value in zip(*self.classifier.top_classes(row, k)[0], strict=True)
         ]
         return classes if limits is None else [one | {"threshold": float(limits[one["index"]])} for one in classes]
 

@@ -1,7 +1,8 @@
 """What a file of weights cannot hold, in a small JSON beside it: `vit.pth` has `vit.pth.vitlab.json`.
 
 It holds the settings that shapes do not determine, the image size, preprocessing, class names, provenance, a
-multi-label model's thresholds, and the sha256 of the weights: those of another file are an error, never used.
+multi-label model's thresholds, the temperature, and the sha256 of the weights: those of another file are an error,
+never used.
 """
 
 import json
@@ -35,6 +36,7 @@ def write_beside(config: ModelConfig, card: Card, weights: Path, path: Path) -> 
         "labels": card.labels,
         "provenance": card.provenance,
         "thresholds": card.thresholds,
+        "temperature": card.temperature,
     }
     write_text(path, json.dumps(data, indent=2) + "\n")
 

@@ -19,7 +19,7 @@ from vitlab.weights.fold import fold_normalization
 from vitlab.weights.formats import google
 from vitlab.weights.formats.base import FormatDefaults
 from vitlab.weights.formats.google_names import STYLES
-from vitlab.weights.formats.vitlab import WEIGHTS
+from vitlab.weights.formats.vitlab import NAME, WEIGHTS
 from vitlab.weights.load import FORMATS, Checkpoint, check_format, read_checkpoint
 
 log = logging.getLogger("vitlab")
@@ -78,10 +78,12 @@ def convert(
     if fold:
         checkpoint = fold_checkpoint(checkpoint, FORMATS[to].PREPROCESS)
     held = FORMATS[to].holds_card(checkpoint.config, checkpoint.card, folder)
-    write_files(checkpoint, path, folder, write, held)
+    write_files(checkpoint, path, to, folder, write, held)
 
 
-def write_files(checkpoint: Checkpoint, path: Path, folder: bool, write: Callable[..., None], held: bool) -> None:
+def write_files(
+    checkpoint: Checkpoint, path: Path, to: str, folder: bool, write: Callable[..., None], held: bool
+) -> None:
     """Write a file or a folder, and what it does not hold of the card beside the weights."""
     c, card = checkpoint.config, checkpoint.card
     beside = beside_path(path / WEIGHTS if folder else path)
@@ -92,6 +94,8 @@ def write_files(checkpoint: Checkpoint, path: Path, folder: bool, write: Callabl
         if not held:  # complete before the weights get their name, so that they are never there without it
             weights = new / WEIGHTS if folder else new
             write_beside(c, card, weights, beside_path(weights) if folder else beside)
+    if card.unknown is not None and to != NAME:
+        log.info('%s cannot hold what answers "none of these"; only a vitlab folder can', path)
     if not held:
         words = "preprocessing" if card.labels is None else "preprocessing and class names"
         how = describe_preprocess(card.preprocess)

@@ -75,6 +75,9 @@ def load(
     model.card = checkpoint.card
     if size is not None and size != model.config.image_size:
         model.resize(size, resample)
+        if model.card.unknown is not None:
+            log.info("%s: features of another image size differ, so no image is refused as none of the classes", source)
+            model.card = dataclasses.replace(model.card, unknown=None)
     return model
 
 
@@ -214,7 +217,8 @@ def replace_head(checkpoint: Checkpoint, classes: int, why: str = "") -> Checkpo
         tensors |= {"head.weight": zeros(classes, width), "head.bias": zeros(classes)}
     removed = f"the head of {old.classes} classes" + (" and its pre-logits layer" if len(drop) > 1 else "")
     log.info("%s: %s%s", "replaced by zeros" if classes else "left out", removed, why and f"; {why}")
-    return Checkpoint(config, tensors, dataclasses.replace(checkpoint.card, labels=None, thresholds=None))
+    card = dataclasses.replace(checkpoint.card, labels=None, thresholds=None, temperature=1.0, unknown=None)
+    return Checkpoint(config, tensors, card)
 
 
 def unify_dtype(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:

@@ -2,17 +2,17 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vitlab.errors import UserError
 from vitlab.files import atomic_path, write_errors
-from vitlab.models.card import Card
 from vitlab.models.config import Preprocess
 from vitlab.models.resnet import ResNet
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
-from vitlab.weights.formats.vitlab import check_thresholds, overwrite, write
+from vitlab.weights.formats.vitlab import check_temperature, check_thresholds, overwrite, write
 
 
 def save(
@@ -53,7 +53,8 @@ def save(
     if names is not None and len(names) != inner.config.classes:
         raise UserError(f"there are {len(names)} class names for {inner.config.classes} classes")
     limits = check_thresholds(old.thresholds if thresholds is None else tuple(thresholds), inner.config.classes)
-    card = Card(preprocess or old.preprocess, names, old.provenance, limits)
+    check_temperature(old.temperature)
+    card = replace(old, preprocess=preprocess or old.preprocess, labels=names, thresholds=limits)
     tensors = {name: tensor.detach().cpu() for name, tensor in inner.state_dict().items()}
     path = Path(folder)
     if path.exists():

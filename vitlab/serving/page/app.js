@@ -104,11 +104,14 @@ function decodePicture(base64) {
 
 function showAnswer(milliseconds) {
   const { model, answer, picture } = state;
-  const top = headline(model, answer.classes);
+  const top = headline(model, answer);
   document.body.classList.remove("busy");
   document.body.classList.add("has-result");
   at("result").hidden = false;
   at("status").textContent = `${answer.name}: ${[top.name, top.number].filter(Boolean).join(", ")}.`;
+  at("answer").classList.toggle("refused", answer.refused === true);
+  at("nearest").hidden = !answer.refused;
+  at("bars").ariaLabel = answer.refused ? "The classes it resembles most" : "The most probable classes";
   at("top-class").textContent = top.name;
   at("top-probability").textContent = top.number;
   at("top-probability").dataset.value = top.probability;
@@ -125,9 +128,10 @@ function showAnswer(milliseconds) {
   showAttention();
 }
 
-// The best class, or all that a multi-label model finds.
-function headline(model, classes) {
+// The best class, all that a multi-label model finds, or that it is none of them.
+function headline(model, { classes, refused }) {
   const [best] = classes;
+  if (refused) return { name: "None of these", probability: 0, number: "" };
   if (!model.multi_label) return { ...best, number: percent(best.probability) };
   const name = classes.map((one) => one.name).join(", ") || "none of its classes";
   return { name, probability: best?.probability ?? 0, number: classes.length === 1 ? percent(best.probability) : "" };

@@ -115,6 +115,13 @@ export function mean(maps) {
 
 // ---- 5
 
+// The classes share 100 % among them whatever the picture is, so its distance from the training pictures counts too.
+function refusal({ refused, distance }) {
+  if (!refused) return "";
+  const far = `its distance from the training pictures is ${distance.toFixed(1)}, where 1 is the limit`;
+  return ` But these are shares among its own classes, and ${far}: the answer is none of these.`;
+}
+
 function classes(model, answer) {
   const who = { token: "The class token", mean: "The mean of all tokens", attention: "A last look at all tokens" }[model.pool];
   const top = model.multi_label ? answer.classes : answer.classes.slice(0, 3);
@@ -131,7 +138,7 @@ function classes(model, answer) {
   const named = top.map((one) => `“${one.name}” ${percent(one.probability)}`).join(", ");
   const become = model.multi_label
     ? `each becomes a probability of its own. Those that reach the class's threshold: ${named || "none"}.`
-    : `the scores become probabilities: ${named}.${left}`;
+    : `the scores become probabilities: ${named}.${left}${refusal(answer)}`;
   return {
     title: `${who} answers`,
     words: [

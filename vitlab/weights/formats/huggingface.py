@@ -164,7 +164,8 @@ def default_labels(classes: int) -> dict[str, str]:
 def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
     """None of transformers' processors scales a photo to cover an input that is not square; theirs would pad it."""
     height, width = config.image_size
-    return card.thresholds is None and (card.preprocess.fit == "stretch" or height == width)
+    is_plain = card.thresholds is None and card.temperature == 1
+    return is_plain and (card.preprocess.fit == "stretch" or height == width)
 
 
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:

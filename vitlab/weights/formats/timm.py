@@ -236,7 +236,7 @@ BITS: dict[tuple[tuple[int, ...], int], str] = {
 
 
 def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
-    return folder and card.thresholds is None
+    return folder and card.thresholds is None and card.temperature == 1
 
 
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:

@@ -1,5 +1,8 @@
 """Our own folder: model.safetensors and config.json, which holds the sha256 of the weights and everything beside them.
 
+What refuses images (`card.unknown`) fits one set of weights alone, so it is in their file, by names that begin with
+"unknown.": the two cannot be mixed up, and one rename replaces both.
+
 A new folder appears complete, by one rename. In an existing folder the new config is first written as
 config.next.json, then the weights are replaced by one rename, then config.json by another: at any moment one of the two
 configs has the weights' sha256, so an interrupted save leaves the old model or the new one.
@@ -16,17 +19,20 @@ from torch import Tensor
 
 from vitlab.errors import UserError
 from vitlab.files import fsync, largest_number, parse_json, read_json, save_tensors, sha256
-from vitlab.models.card import Card
+from vitlab.models.card import LARGEST_TEMPERATURE, Card
 from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig, Size, StemConfig, ViTConfig
 from vitlab.models.meta import meta_model
+from vitlab.models.unknown import Unknown
 from vitlab.settings import check_value, from_json, to_json
 from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
 from vitlab.weights.formats.table import row
+from vitlab.weights.tensors import TensorFile
 
 NAME = "vitlab"
 SUFFIXES = ("",)
 PREPROCESS = Preprocess()
 FORMAT = "vitlab/1"
+UNKNOWN = "unknown."
 WEIGHTS, CONFIG, NEXT = "model.safetensors", "config.json", "config.next.json"
 KINDS: dict[str, type[ViTConfig] | type[ResNetConfig]] = {"vit": ViTConfig, "resnet": ResNetConfig}
 LARGEST = 10_000_000  # far above any dimension of a model; larger numbers are an attack on our arithmetic
@@ -42,7 +48,7 @@ def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
 
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
     """Write the two files into an empty folder."""
-    digest = write_weights(config, tensors, path / WEIGHTS)
+    digest = write_weights(config, tensors, card, path / WEIGHTS)
     (path / CONFIG).write_text(config_text(config, card, digest))
 
 
@@ -52,7 +58,7 @@ def overwrite(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, pa
     if (path / NEXT).exists():
         finish_interrupted_save(path)
     weights, config_file = path / f"{WEIGHTS}.new", path / f"{NEXT}.new"
-    digest = write_weights(config, tensors, weights)
+    digest = write_weights(config, tensors, card, weights)
     config_file.write_text(config_text(config, card, digest))
     for file in (weights, config_file):
         fsync(file)
@@ -79,10 +85,12 @@ def check_folder(path: Path) -> None:
         raise UserError(f"{path} holds another program's model; save to a folder of its own")
 
 
-def write_weights(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path) -> str:
+def write_weights(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> str:
     # one entry: several have no fixed order, and the same model must give the same bytes
     metadata = {FORMAT: json.dumps(model_json(config))}
-    save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    refusing = {} if card.unknown is None else card.unknown.tensors()
+    named = {**tensors, **{UNKNOWN + name: tensor for name, tensor in refusing.items()}}
+    save_tensors({name: tensor.contiguous() for name, tensor in named.items()}, path, metadata)
     return sha256(path)
 
 
@@ -94,6 +102,7 @@ def config_text(config: ModelConfig, card: Card, digest: str) -> str:
         "labels": card.labels,
         "provenance": card.provenance,
         **({} if card.thresholds is None else {"thresholds": card.thresholds}),
+        **({} if card.temperature == 1 else {"temperature": card.temperature}),
         "sha256": digest,
     }
     return json.dumps(data, indent=2) + "\n"
@@ -137,11 +146,26 @@ def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) 
     if source.config and source.config.get("model") != header:
         raise UserError(f"{source.name} has one model in its {CONFIG} and another in its weights' header")
     card = read_card(source.config, config) if source.config else Card()
-    card = dataclasses.replace(card, preprocess=given.preprocess or card.preprocess)
+    tensors, unknown = read_unknown(source)
+    card = dataclasses.replace(card, preprocess=given.preprocess or card.preprocess, unknown=unknown)
+    if unknown is not None and card.thresholds is not None:
+        raise UserError("a multi-label model finds no class in an image that has none; it cannot refuse one as well")
     defaulted = () if source.config or given.preprocess else ("preprocess",)
     config = apply_settings(config, given)
     table = [row(name, name) for name in meta_model(config).state_dict()]
-    return ParsedCheckpoint(config, card, defaulted, table, source.tensors)
+    return ParsedCheckpoint(config, card, defaulted, table, tensors)
+
+
+def read_unknown(source: RawCheckpoint) -> tuple[TensorFile, Unknown | None]:
+    """The tensors of the model alone, and what refuses images, checked against the head's shape."""
+    file = source.tensors
+    own = {name: shape for name, shape in file.shapes.items() if not name.startswith(UNKNOWN)}
+    names = [name.removeprefix(UNKNOWN) for name in file.shapes if name.startswith(UNKNOWN)]
+    if not names:
+        return file, None
+    classes, width = own.get("head.weight", (0, 0))[:2]
+    tensors = {name: file.read(UNKNOWN + name) for name in names}
+    return dataclasses.replace(file, shapes=own), Unknown.from_tensors(tensors, classes, width)
 
 
 def model_config(data: Mapping[str, Any], tensors: int) -> ModelConfig:
@@ -167,7 +191,8 @@ def read_card(data: Mapping[str, Any], config: ModelConfig) -> Card:
     if labels is not None and len(labels) != config.classes:
         raise UserError(f"there are {len(labels)} class names for {config.classes} classes")
     thresholds: tuple[float, ...] | None = check_value(data.get("thresholds"), tuple[float, ...] | None, "thresholds")
-    return Card(preprocess, labels, read_provenance(data), check_thresholds(thresholds, config.classes))
+    temperature = check_temperature(check_value(data.get("temperature", 1.0), float, "temperature"))
+    return Card(preprocess, labels, read_provenance(data), check_thresholds(thresholds, config.classes), temperature)
 
 
 def read_provenance(data: Mapping[str, Any]) -> dict[str, str] | None:
@@ -187,6 +212,14 @@ def check_thresholds(thresholds: tuple[float, ...] | None, classes: int) -> tupl
     if thresholds is not None and not all(0 <= value <= 1 for value in thresholds):
         raise UserError(f"thresholds are probabilities from 0 to 1, not {thresholds[:5]}")
     return thresholds
+
+
+def check_temperature(value: float) -> float:
+    """Raise a UserError unless logits can be divided by it."""
+    if not 1 / LARGEST_TEMPERATURE <= value <= LARGEST_TEMPERATURE:
+        least, most = 1 / LARGEST_TEMPERATURE, LARGEST_TEMPERATURE
+        raise UserError(f"the temperature must be from {least:g} to {most:g}, not {value:g}; 1 changes nothing")
+    return value
 
 
 def apply_settings(config: ModelConfig, given: FormatDefaults) -> ModelConfig:
