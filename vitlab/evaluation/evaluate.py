@@ -3,6 +3,7 @@
 Shapes: n images, K classes of the model.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -63,7 +64,7 @@ def evaluate(
     keep: Path | None = None,
     **options: Unpack[ExtractOptions],
 ) -> Evaluation:
-    """Score a model on every image of a source.
+    """Score a model on every image of a source that can be read.
 
     `labels` are names of the model's classes that replace those stored with it; `by_position` takes the source's
     classes for the model's in order where their names do not match; `real` are the lists of ImageNet ReaL; `keep` is a
@@ -79,9 +80,14 @@ def evaluate(
     files = tuple(source.name(i) for i in range(len(source)))
     if real is not None:
         check_real(names, count)
-    lists = None if real is None else (real, image_numbers(files, len(real)))
-    logits = extract_values(model, source, what="logits", keep=keep, title="evaluating", **options)
-    return score(logits, match.place[source.labels], match.names, match.note, files, lists)
+    numbers = None if real is None else image_numbers(files, len(real))
+    found = extract_values(model, source, what="logits", keep=keep, title="evaluating", **options)
+    read = found.index
+    lists = None if real is None or numbers is None else (real, numbers[read])
+    result = score(
+        found.values, match.place[source.labels[read]], match.names, match.note, names_at(files, read), lists
+    )
+    return replace(result, index=read, broken=found.broken)
 
 
 def evaluate_sets(
@@ -104,8 +110,13 @@ def evaluate_sets(
     truth[sets.rows, match.place[sets.numbers]] = True
     known[match.place] = True
     files = tuple(source.name(i) for i in range(len(source)))
-    logits = extract_values(model, source, what="logits", keep=keep, title="evaluating", **options)
-    return score_sets(logits, truth, known, thresholds, match.names, match.note, files)
+    found = extract_values(model, source, what="logits", keep=keep, title="evaluating", **options)
+    read, about = found.index, (match.names, match.note, names_at(files, found.index))
+    return replace(score_sets(found.values, truth[read], known, thresholds, *about), broken=found.broken)
+
+
+def names_at(files: Names, index: Ints) -> Names:
+    return tuple(files[i] for i in index.tolist())
 
 
 def check_real(labels: Names | None, count: int) -> None:

@@ -38,6 +38,8 @@ class Evaluation:
     calibration: Calibration
     calibration_error: Rate
     real: RealScore | None
+    index: Ints | None = None  # (n,) of each image in its source, as `evaluate` fills it in
+    broken: tuple[str, ...] = ()  # names of the images that could not be read and are left out
 
     @property
     def confused(self) -> list[tuple[str, str, int]]:
@@ -67,6 +69,7 @@ class Evaluation:
         places = np.nonzero(self.matrix)
         return {
             "images": len(self.labels),
+            "broken": list(self.broken),
             "classes": list(self.names),
             "matched": self.note,
             "top1": asdict(self.top1),

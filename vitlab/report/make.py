@@ -72,9 +72,10 @@ def make_page(run: str, folder: Path, history: History, data: str | Data | None,
 
 
 def score_model(model: Model, source: ImageSource, device: str) -> Evaluation | MultiEvaluation:
+    """Scores on the images that can be read, however few: a finished run has a report."""
     if model.card.thresholds is not None:
-        return evaluate_sets(model, source, device=device)
-    return evaluate(model, source, device=device)
+        return evaluate_sets(model, source, device=device, broken_limit=1)
+    return evaluate(model, source, device=device, broken_limit=1)
 
 
 def open_run_data(recipe: Recipe, spec: str | None) -> Data:

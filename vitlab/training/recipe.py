@@ -30,7 +30,7 @@ NESTED = ("augment", "preprocess", "model_settings")
 # What a model's name, the recipe or the data decide.
 NOT_IN_RECIPE = ("image_size", "patch", "stem", "classes")
 # What may change between a run and its continuation: it is the same run, on another machine to another rounding.
-LOOSE = ("workers", "device", "parallel", "checkpoint_every", "log_every", "tensorboard", "data")
+LOOSE = ("workers", "device", "parallel", "checkpoint_every", "log_every", "tensorboard", "data", "broken_limit")
 
 
 @dataclass(frozen=True)
