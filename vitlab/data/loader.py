@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitlab.data.balance import balanced_order
 from vitlab.data.label_sets import LabelSets
 from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, smooth
 from vitlab.data.resident import BYTES_AT_ONCE, ResidentSet, fits_on_device
@@ -107,6 +108,7 @@ class TrainLoader(Loader):
     _: KW_ONLY
     seed: int = 0
     broken_limit: float = BROKEN_LIMIT
+    balanced: bool = False  # every class has the same share of the stream
     step: int | None = None  # images of an optimizer's step, which has several batches of micro-batches; None: `batch`
 
     def __post_init__(self) -> None:
@@ -117,7 +119,10 @@ class TrainLoader(Loader):
             raise UserError("there are no images to train on")
         super().__post_init__()
         self.broken: dict[int, str] = {}  # names of those met so far, by index
-        self.order = functools.lru_cache(3)(functools.partial(epoch_order, self.source, self.seed))
+        if self.balanced and self.source.groups is not None:
+            raise UserError("a set that is read shard by shard cannot be sampled by class; use balance=weights")
+        order = functools.partial(balanced_order, self.source.labels) if self.balanced else self._plain_order
+        self.order = functools.lru_cache(3)(functools.partial(order, self.seed))
         # on an accelerator many images cost the host no more than a few
         self.images_at_once = 1 if self.device.type == "cpu" else BYTES_AT_ONCE // (12 * math.prod(self.image_size))
         self.held = None
@@ -156,6 +161,8 @@ class TrainLoader(Loader):
         epoch = place // len(self.source)
         index = np.concatenate([self.order(int(e))[place[epoch == e] % len(self.source)] for e in np.unique(epoch)])
         key = keys(self.seed, epoch, index)
+        if self.balanced:  # an image may occur several times in an epoch, each time with draws of its own
+            key = keys(self.seed, epoch, index, place % len(self.source))
         low, high = (self.batch * r // self.world for r in (self.rank, self.rank + 1))
         start = self.batch * np.arange(count)[:, None]
         mine = (start + np.arange(low, high)).ravel()
@@ -165,6 +172,9 @@ class TrainLoader(Loader):
         found = np.zeros(len(index), np.int64)
         found[places] = np.arange(len(places))
         return BatchPlan(index[places], key[places], found[other], mix)
+
+    def _plain_order(self, seed: int, epoch: int) -> Ints:
+        return epoch_order(self.source, seed, epoch)
 
     def _mix_keys(self, key: Keys, place: Ints) -> Keys:
         """The keys that decide how the images with the keys `key`, at a place in the stream, are mixed."""

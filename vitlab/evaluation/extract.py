@@ -81,8 +81,9 @@ def extract(
 ) -> Features:
     """Compute the features of every image, see `extract_values`; the source must have one label for each."""
     labels = source.labels
-    options: ExtractOptions = {"batch": batch, "workers": workers, "device": device, "resize": resize}
-    found = extract_values(model, source, what=what, keep=keep, title=title, broken_limit=broken_limit, **options)
+    options: ExtractOptions = {"batch": batch, "workers": workers, "device": device}
+    options |= {"resize": resize, "broken_limit": broken_limit}
+    found = extract_values(model, source, what=what, keep=keep, title=title, **options)
     return Features(found.values, labels[found.index], found.index)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from vitlab.data.balance import Balance
 from vitlab.data.loader import BROKEN_LIMIT
 from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
@@ -60,6 +61,7 @@ class Recipe:
     validation: Annotated[
         float | None, RATE, "share of train held out to choose on, without a validation split; none: by its size"
     ] = None
+    balance: Annotated[Balance, "uneven classes: weigh the loss by class, or sample classes equally often"] = "none"
     augment: Annotated[Augment, "augmentation"] = field(default_factory=Augment)
     preprocess: Annotated[Preprocess | None, "none: the weights' own, or scaling to [-1, 1]"] = None
     resident: Annotated[bool | None, "hold the images in the device's memory; none: where they fit"] = None
@@ -107,6 +109,8 @@ class Recipe:
         self.model_settings.update(check_all(self.model_settings, model_keys()))
         if (self.epochs is None) == (self.steps is None):
             raise UserError("a recipe has one length: epochs or steps")
+        if self.balance != "none" and self.objective == "masked":
+            raise UserError(f"masked patch prediction uses no labels, so there is nothing for balance={self.balance}")
         if self.freeze == "body" and self.objective == "masked":
             raise UserError("masked patch prediction trains the body, so freeze='body' leaves nothing to learn")
 

@@ -123,6 +123,8 @@ def prepare_run(
     data = open_recipe_data(recipe) if data is None else hold_out_validation(data, recipe.validation)
     if data.is_multi_label and recipe.objective == "softmax":
         raise UserError(f"{data.name} is multi-label, and softmax chooses one class of all; set objective=sigmoid")
+    if data.is_multi_label and recipe.balance != "none":
+        raise UserError(f"{data.name} is multi-label, and balance={recipe.balance} needs one label per image; leave it")
     if stored is not None:
         checkpoint.check_own_files(out)
         if stored.labels != tuple(data.classes):
@@ -236,6 +238,7 @@ def make_loaders(setup: RunSetup, cluster: Cluster, micro: int) -> tuple[TrainLo
     workers = pick_workers(cluster.device) if r.workers is None else r.workers
     common: dict[str, Any] = {"workers": workers, "resident": r.resident, **vars(cluster)}  # device, rank and world
     stream: dict[str, Any] = {"batch": batch, "step": r.batch, "seed": r.seed, "broken_limit": r.broken_limit}
+    stream["balanced"] = r.balance == "sampling"
     train = TrainLoader(setup.data.train, size, r.augment, preprocess, **stream, **common)
     batch = min(2 * micro, max(256, TEST_PIXELS // (size[0] * size[1])))  # without gradients, twice as many fit
     others = {name: source for name, source in setup.data.splits.items() if name != "train"}

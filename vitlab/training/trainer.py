@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitlab.data.balance import class_weights
 from vitlab.data.loader import Batch, describe_broken
 from vitlab.data.rng import keys
 from vitlab.device import has_bf16, out_of_memory
@@ -81,8 +82,11 @@ class Trainer:
         if r.freeze == "body":
             for name, p in model.named_parameters():
                 p.requires_grad_(name.startswith("head."))
-        multi = self.setup.data.is_multi_label
-        return model.to(device, dtype), MultiLabel() if multi else Classification(LOSSES[r.objective])
+        data, weights = self.setup.data, None
+        if r.balance == "weights":
+            weights = torch.from_numpy(class_weights(data.train.class_counts())).to(device, torch.float32)
+        objective = MultiLabel() if data.is_multi_label else Classification(LOSSES[r.objective], weights)
+        return model.to(device, dtype), objective
 
     def restore(self) -> CheckpointMeta:
         """Load the checkpoint to resume from, if there is one, and return its metadata.
