@@ -24,6 +24,9 @@ def finetune(
     weights: Annotated[
         str | None, Option(help="Weights to start from; without them, training is from scratch.")
     ] = None,
+    apply: Annotated[
+        Path | None, Option(help="A review.csv with decisions: labels to change and images to leave out.")
+    ] = None,
     out: Out = Path("run"),
     resume: Resume = False,
     accept: AcceptDataChanges = False,
@@ -34,7 +37,7 @@ def finetune(
         from vitlab.training.parallel import is_restarted, process_group
         from vitlab.training.setup import recipe_to_resume
 
-        pairs, resume = settings or [], resume or is_restarted()
+        pairs, resume = [*(settings or []), *([f"review={apply}"] if apply else [])], resume or is_restarted()
         given = [f"data={data}", *([f"weights={weights}"] if weights else []), *pairs]
         if resume and (stored := recipe_to_resume(out, given)) is not None:
             train_and_report(stored, out, resume, accept)

@@ -61,6 +61,7 @@ class Recipe:
     validation: Annotated[
         float | None, RATE, "share of train held out to choose on, without a validation split; none: by its size"
     ] = None
+    review: Annotated[str | None, "a review.csv whose decisions change labels and leave images out"] = None
     balance: Annotated[Balance, "uneven classes: weigh the loss by class, or sample classes equally often"] = "none"
     augment: Annotated[Augment, "augmentation"] = field(default_factory=Augment)
     preprocess: Annotated[Preprocess | None, "none: the weights' own, or scaling to [-1, 1]"] = None
