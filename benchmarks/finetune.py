@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,10 @@ def open_set(row: dict[str, Any]) -> Data:
 
 def logistic_regression(given: Any, row: dict[str, Any]) -> float:
     """What a friend would write: timm's features of the center crops, scikit-learn's logistic regression."""
-    import timm
     import torch
     from sklearn.linear_model import LogisticRegression
 
+    timm: Any = import_module("timm")  # has few types
     data = open_set(row)
     model = timm.create_model(given.model, checkpoint_path=given.weights).eval()
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))

@@ -17,7 +17,7 @@ from vitlab.data.images import BrokenImage
 from vitlab.data.loader import Batch, EvalLoader, TrainLoader
 from vitlab.data.open import open_data
 from vitlab.data.resident import ResidentSet, fits_on_device, resize_weights
-from vitlab.data.source import ArraySource
+from vitlab.data.source import ArraySource, Subset
 from vitlab.data.transforms import Augment, eval_image
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess
@@ -295,11 +295,27 @@ def test_nothing_but_broken_images(resident: bool) -> None:
         take(loader(source, resident=resident), 1)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_broken_images_in_evaluation_are_an_error(damaged: Path, workers: int) -> None:
+@pytest.mark.parametrize(("workers", "resident"), [(0, False), (0, True), (1, False)])
+def test_broken_images_are_left_out_of_evaluation(damaged: Path, workers: int, resident: bool) -> None:
+    """Over two ranks every other image comes once, on the first pass and on the next, with its own pixels and label."""
+    (damaged / "a" / "004.png").write_bytes(b"broken")
     source = open_data(str(damaged), holdout=0.01).train
-    with pytest.raises(UserError, match=r"a/003.png cannot be read.*fix or remove it"):
-        list(EvalLoader(source, (8, 8), PLAIN, batch=8, workers=workers).batches())
+    bad = [i for i in range(len(source)) if source.name(i).endswith(("a/003.png", "a/004.png", "b/014.png"))]
+    good = Subset(source, np.setdiff1d(np.arange(len(source)), bad))
+    [expected] = EvalLoader(good, (8, 8), PLAIN, batch=len(good)).batches()
+    options = {"batch": 2, "workers": workers, "resident": resident, "world": 2}
+    loaders = [EvalLoader(source, (8, 8), PLAIN, rank=rank, **options) for rank in (0, 1)]  # type: ignore[arg-type]
+    for _ in range(2 - workers):
+        batches = [batch for loader_ in loaders for batch in loader_.batches()]
+        assert all(len(batch.index) for batch in batches)
+        assert torch.cat([batch.index for batch in batches]).tolist() == good.indices.tolist()
+        assert torch.equal(torch.cat([batch.images for batch in batches]), expected.images)
+        assert torch.equal(torch.cat([batch.labels for batch in batches]), expected.labels)
+        assert sorted({**loaders[0].broken, **loaders[1].broken}) == bad
+    if not workers:
+        sizes = [len(batch.index) for loader_ in loaders for batch in loader_.batches(empty=True)]
+        assert len(sizes) == 14
+        assert sum(sizes) == len(good)
 
 
 class Fatal(ArraySource):

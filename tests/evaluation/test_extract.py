@@ -229,15 +229,44 @@ def test_a_photo_that_changes_meanwhile_is_computed_again(tmp_path: Path) -> Non
     assert_array_equal(after, small(model, source).values)
 
 
-def test_a_broken_image_is_named(tmp_path: Path, pieces: Callable[[Path], list[Path]]) -> None:
+def test_broken_images_are_left_out(
+    tmp_path: Path, pieces: Callable[[Path], list[Path]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rows are those of the others, from the cache too; an image that can be read later is computed then."""
     photos(tmp_path / "photos")
-    bad = tmp_path / "photos" / "dog" / "50.png"
-    bad.write_bytes(bad.read_bytes()[:40])
-    source, keep = open_data(str(tmp_path / "photos"), holdout=0.01).train, tmp_path / "kept"
-    assert str(bad) in {source.name(i) for i in range(len(source))}
-    with pytest.raises(UserError, match=r"dog/50\.png cannot be read .*fix or remove it"):
-        small(tiny(), source, keep=keep)
-    assert len(pieces(keep)) == 1  # the pieces before it are kept
+    model, source = tiny(), open_data(str(tmp_path / "photos"), holdout=0.01).train
+    complete, bad = small(model, source).values, [5, *range(40, 80)]  # one, and a batch of which nothing is left
+    contents = {i: Path(source.name(i)).read_bytes() for i in bad}
+    states = {i: os.stat(source.name(i)) for i in bad}
+    for i in bad:
+        Path(source.name(i)).write_bytes(contents[i][:40].ljust(len(contents[i])))
+        os.utime(source.name(i), ns=(states[i].st_atime_ns, states[i].st_mtime_ns))
+    good = np.setdiff1d(np.arange(len(source)), bad)
+    for again in range(2):
+        with caplog.at_level(logging.INFO, "vitlab"):
+            found = small(model, source, keep=tmp_path / "kept", broken_limit=0.5)
+        assert_array_equal(found.index, good)
+        assert_array_equal(found.labels, source.labels[good])
+        np.testing.assert_allclose(found.values, complete[good], rtol=1e-5, atol=1e-6)
+        assert f"41 of 118 images cannot be read: {source.name(5)}, " in caplog.text
+        assert ("118 of 118 images are in" in caplog.text) == bool(again)
+    with pytest.raises(UserError, match=r"41 of 118 images cannot be read: .*fix or remove them"):
+        small(model, source, keep=tmp_path / "kept")
+    for i in bad:  # as if it had been the disk: neither size nor time has changed
+        Path(source.name(i)).write_bytes(contents[i])
+        os.utime(source.name(i), ns=(states[i].st_atime_ns, states[i].st_mtime_ns))
+    found = small(model, source, keep=tmp_path / "kept")
+    assert_array_equal(found.values, complete)
+
+
+def test_one_broken_image_of_few_is_no_error(tmp_path: Path) -> None:
+    photos(tmp_path / "photos")
+    source = Subset(open_data(str(tmp_path / "photos"), holdout=0.01).train, np.arange(3))
+    Path(source.name(1)).write_bytes(b"")
+    assert_array_equal(small(tiny(), source).index, [0, 2])
+    Path(source.name(0)).write_bytes(b"")
+    with pytest.raises(UserError, match="2 of 3 images cannot be read"):
+        small(tiny(), source)
 
 
 def test_values_that_are_no_numbers_are_an_error() -> None:

@@ -17,6 +17,7 @@ import vitlab
 from vitlab.cli.fewshot import fewshot
 from vitlab.cli.options import parse_amount
 from vitlab.cli.probe import probe
+from vitlab.data.balance import class_weights
 from vitlab.data.open import open_data
 from vitlab.errors import UserError
 from vitlab.evaluation import probe as module
@@ -54,6 +55,23 @@ def test_equals_scikit_learns_logistic_regression(l2: float) -> None:
     assert_allclose(ours.weights[:-1].T, theirs.coef_, atol=2e-4 * np.abs(theirs.coef_).max())
     likely = ours.scores(test.values).softmax(1)
     assert_allclose(likely, theirs.predict_proba(scaled(test.values, train.values)), atol=1e-4)
+
+
+def test_weights_are_those_of_scikit_learns_balanced_classes() -> None:
+    train, test = blobs(400), blobs(300, seed=1)
+    uneven = np.sort(np.concatenate([np.flatnonzero(train.labels != 2), np.flatnonzero(train.labels == 2)[:9]]))
+    values, labels = train.values[uneven], train.labels[uneven]
+    x = scaled(values, values)
+    theirs = LogisticRegression(C=1 / (len(x) * 1e-2), class_weight="balanced", tol=1e-10, max_iter=20_000)
+    theirs.fit(x, labels)
+    for chunk in (4096, 33):
+        ours = logistic(values, labels, 5, 1e-2, weights=class_weights(np.bincount(labels))[labels], chunk=chunk)
+        assert ours.converged
+        assert_allclose(ours.weights[:-1].T, theirs.coef_, atol=2e-4 * np.abs(theirs.coef_).max())
+        likely = ours.scores(test.values).softmax(1)
+        assert_allclose(likely, theirs.predict_proba(scaled(test.values, values)), atol=1e-4)
+    plain = logistic(values, labels, 5, 1e-2)
+    assert (plain.guesses(test.values) == 2).sum() < (ours.guesses(test.values) == 2).sum()
 
 
 def test_the_objective_and_its_gradient_are_those_of_autograd() -> None:

@@ -223,7 +223,7 @@ def validations(out: Path) -> list[int]:
 
 
 def test_patience_ends_a_run_that_no_longer_improves(tmp_path: Path) -> None:
-    settings = {"lr": 0.0, "warmup": 0, "ema": 0.0, "steps": 20, "evaluate_every": 2, "patience": 3}
+    settings: dict[str, Any] = {"lr": 0.0, "warmup": 0, "ema": 0.0, "steps": 20, "evaluate_every": 2, "patience": 3}
     train_small(tmp_path / "run", **settings)
     assert validations(tmp_path / "run") == [2, 4, 6, 8]  # the first is the best of all
     assert [record["step"] for record in records(tmp_path / "run") if "test" in record] == [8]

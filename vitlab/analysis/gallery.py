@@ -18,7 +18,7 @@ from torch import Tensor
 from vitlab.analysis.distance import batch_size, cell_distances, depth_trend, mean_distance
 from vitlab.analysis.embeddings import patch_filters, position_similarity, position_trend
 from vitlab.analysis.steps import five_steps
-from vitlab.data.folder import walk_images
+from vitlab.data.folder import walk_images, warn_skipped
 from vitlab.data.images import BrokenImage, decode
 from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
@@ -168,7 +168,9 @@ def find_images(words: Sequence[str | Path]) -> list[Path]:
     for word in words:
         path = Path(word).expanduser()
         if path.is_dir():
-            inside = sorted(Path(file) for file in walk_images(path))
+            skipped: list[str] = []
+            inside = sorted(Path(file) for file in walk_images(path, skipped))
+            warn_skipped(str(word), len(skipped))
             if not inside:
                 raise UserError(f"the folder '{word}' holds no images, such as .jpg or .png files")
             paths.update(dict.fromkeys(inside))

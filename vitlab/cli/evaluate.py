@@ -60,8 +60,8 @@ def evaluate(
 
     A multi-label model: mean average precision and F1, of all labels and by class, at the model's thresholds.
 
-    Every image counts once; a broken one is an error. Classes are matched by name, ImageNet's also by synset or
-    number. In brackets: 95 % intervals.
+    Every image counts once; broken ones are left out and counted. Classes are matched by name, ImageNet's also by
+    synset or number. In brackets: 95 % intervals.
     """
     from vitlab.evaluation.classes import read_names
     from vitlab.evaluation.evaluate import evaluate, evaluate_sets, open_split
@@ -110,7 +110,7 @@ def find_holdout(run: str, data: str) -> tuple[float, bool]:
 def print_scores(result: "Evaluation") -> None:
     console.print(f"classes are matched {result.note}", soft_wrap=True)
     rates = {"top-1": result.top1, "top-5": result.top5, "calibration error": result.calibration_error}
-    rows = [("images", f"{len(result.labels):,}")]
+    rows = [("images", f"{len(result.labels):,}"), *broken_rows(result.broken)]
     rows += [(name, percent_text(rate)) for name, rate in rates.items() if rate is not None]
     if result.error_before is not None:
         before = f"{result.error_before:.2%}, with temperature {result.temperature:.3g} as above"
@@ -134,7 +134,8 @@ def print_set_scores(result: "MultiEvaluation") -> None:
     """Print the scores of a multi-label model."""
     console.print(f"classes are matched {result.note}", soft_wrap=True)
     scores, names = result.overall(), {"mAP": "map", "F1, all labels": "f1_micro", "F1, mean of classes": "f1_macro"}
-    rows = [("images", f"{len(result.files):,}"), *((name, f"{scores[key]:.2%}") for name, key in names.items())]
+    rows = [("images", f"{len(result.files):,}"), *broken_rows(result.broken)]
+    rows += [(name, f"{scores[key]:.2%}") for name, key in names.items()]
     print_pairs([*rows, ("images without mistakes", f"{scores['exact']:.2%}")], box=None, pad_edge=False)
     table_rows = result.class_table()
     title = f"the {SHOWN} worst of {len(table_rows)} classes" if len(table_rows) > SHOWN else "classes, worst first"
@@ -145,6 +146,10 @@ def print_set_scores(result: "MultiEvaluation") -> None:
         shares = ["-" if row[key] is None else f"{row[key]:.1%}" for key in keys]
         table.add_row(printable(row["class"]), f"{row['images']}", *shares)
     console.print(table)
+
+
+def broken_rows(broken: tuple[str, ...]) -> list[tuple[str, str]]:
+    return [("left out, broken", f"{len(broken):,}")] if broken else []
 
 
 def percent_text(rate: "Rate") -> str:

@@ -30,6 +30,9 @@ def finetune(
         float | None, Option(help="Time for everything; with 1, a CPU fits a head alone.", show_default="10")
     ] = None,
     paper: Annotated[bool, Option("--paper", help="One stage by the paper's recipe, or what of it fits.")] = False,
+    apply: Annotated[
+        Path | None, Option(help="A review.csv with decisions: labels to change and images to leave out.")
+    ] = None,
     out: Out = Path("run"),
     resume: Resume = False,
     accept: AcceptDataChanges = False,
@@ -44,7 +47,7 @@ def finetune(
         from vitlab.training.setup import recipe_to_resume
         from vitlab.training.stages import STAGES
 
-        pairs, resume = settings or [], resume or is_restarted()
+        pairs, resume = [*(settings or []), *([f"review={apply}"] if apply else [])], resume or is_restarted()
         given = [f"data={data}", *([f"weights={weights}"] if weights else []), *pairs]
         stages = (out / STAGES).exists()
         if resume and not stages and (stored := recipe_to_resume(out, given)) is not None:

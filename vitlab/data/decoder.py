@@ -3,6 +3,7 @@
 Decodes in this process and without limits; images.py adds them. Imports no torch: small processes run this too.
 """
 
+import contextlib
 import functools
 import io
 import math
@@ -21,7 +22,9 @@ ORIENTATION = 0x0112  # the EXIF tag; from 5 on, width and height are swapped
 TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
 TRANSPOSE = {orientation: Image.Transpose[turn] for orientation, turn in enumerate(TURNS, 2)}
 # Pillow's names of the formats that are read. No other reader sees a file, whatever its name: some start programs.
-FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "GIF", "TIFF", "JPEG2000", "PPM", "TGA")
+FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "HEIF", "BMP", "GIF", "TIFF", "JPEG2000", "PPM", "TGA")
+HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+HEIC_FIX = "to read HEIC, pip install 'vitlab[heic]'"
 DEEP_COST = 4  # grays of 16 bits or more are converted as floats, which take so many times the memory
 FILTERS = {name: Image.Resampling[name.upper()] for name in get_args(Interpolation)}
 MAX_ASPECT = 50  # a longer image is cropped to this ratio first: resizing all of it could fill the memory
@@ -43,8 +46,12 @@ class DecodeError(Exception):
 
 @functools.cache
 def readers() -> tuple[str, ...]:
-    """The formats that this build of Pillow can read."""
+    """The formats that this build of Pillow can read, with HEIF where its plugin is installed."""
     Image.init()
+    with contextlib.suppress(ImportError):
+        import pillow_heif
+
+        pillow_heif.register_heif_opener(decode_threads=1, thumbnails=False)
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
@@ -70,9 +77,15 @@ def decode_bytes(
     except (DecodeError, MemoryError):
         raise
     except UnidentifiedImageError:
-        raise DecodeError("unknown", "it is not an image of a known kind") from None
+        missing = is_heic(data) and "HEIF" not in readers()
+        raise DecodeError("unknown", HEIC_FIX if missing else "it is not an image of a known kind") from None
     except Exception as error:  # decoders raise nearly anything on broken bytes
         raise DecodeError("broken", brief(error)) from None
+
+
+def is_heic(data: Buffer) -> bool:
+    """Whether a file is as iPhones write them; an AVIF, which may begin likewise, Pillow reads by itself."""
+    return data[4:8] == b"ftyp" and bytes(data[8:12]) in HEIC_BRANDS
 
 
 def check_pixel_count(image: Image.Image, data: Buffer, most: int | None) -> None:

@@ -1,5 +1,6 @@
 """A folder of class folders: root/CLASS/any/depth/image.jpg, or root/train/CLASS/… and root/test/CLASS/…"""
 
+import functools
 import logging
 import os
 import stat
@@ -9,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vitlab.data.decoder import DecodeHint
-from vitlab.data.images import EXTENSIONS, decode
+from vitlab.data.decoder import HEIC_FIX, DecodeHint
+from vitlab.data.images import EXTENSIONS, HEIC, decode
 from vitlab.data.label_sets import Truth
 from vitlab.data.labels import sort_classes
 from vitlab.data.source import ImageSource
@@ -48,14 +49,17 @@ def splits(root: Path, *, others: bool = False) -> dict[str, FileSource]:
     named = {SPLIT_NAMES[e.name.lower()]: Path(e) for e in folders if e.name.lower() in SPLIT_NAMES}
     if "train" not in named and not others and any(e.name.lower() not in SPLIT_NAMES for e in folders):
         named = {}
-    found = {split: scan(path) for split, path in named.items()}
+    skipped: list[str] = []
+    found = {split: scan(path, skipped) for split, path in named.items()}
     if "train" not in named and not any(found.values()):
-        named, found = {"train": root}, {"train": scan(root)}
+        skipped.clear()
+        named, found = {"train": root}, {"train": scan(root, skipped)}
+    warn_skipped(str(root), len(skipped))
     for split in [split for split, images in found.items() if split != "train" and not images]:
         log.warning("'%s' has no class folders with images and is not used", named[split])
         del found[split]
     if not found.get("train", True):
-        raise UserError(_no_images(named["train"]))
+        raise UserError(_no_images(named["train"], len(skipped)))
     classes = sort_classes(label for images in found.values() for label, _ in images)
     number = {label: i for i, label in enumerate(classes)}
     return {
@@ -64,12 +68,15 @@ def splits(root: Path, *, others: bool = False) -> dict[str, FileSource]:
     }
 
 
-def scan(root: Path) -> list[tuple[str, str]]:
-    """(class, path) of every image, sorted; hidden files and those without an image's extension are skipped."""
+def scan(root: Path, skipped: list[str]) -> list[tuple[str, str]]:
+    """(class, path) of every image, sorted; hidden files and those without an image's extension are skipped.
+
+    `skipped` gets the HEIC photos that cannot be read here.
+    """
     images = []
     for entry in subfolders(root):
         label = valid_text(entry.name)
-        found = [(label, os.path.relpath(path, root)) for path in walk_images(Path(entry))]
+        found = [(label, os.path.relpath(path, root)) for path in walk_images(Path(entry), skipped)]
         if not found:
             log.warning("the class folder '%s' has no images and is not used", entry.path)
         images += found
@@ -83,8 +90,11 @@ def subfolders(root: Path) -> list[os.DirEntry[str]]:
     return sorted(folders, key=lambda e: e.name)
 
 
-def walk_images(folder: Path) -> Iterator[str]:
-    """Image files at any depth; links are followed, each folder once. Pipes and devices are skipped with a warning."""
+def walk_images(folder: Path, skipped: list[str]) -> Iterator[str]:
+    """Image files at any depth; links are followed, each folder once. Pipes and devices are skipped with a warning.
+
+    `skipped` gets the HEIC photos that cannot be read here.
+    """
     seen = set()
     for path, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(path)
@@ -94,9 +104,11 @@ def walk_images(folder: Path) -> Iterator[str]:
         seen.add(real)
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
         for name in files:
-            if name.startswith(".") or os.path.splitext(name)[1].lower() not in EXTENSIONS:
+            found, extension = os.path.join(path, name), os.path.splitext(name)[1].lower()
+            if name.startswith(".") or extension not in EXTENSIONS:
+                if extension in HEIC and not name.startswith("."):
+                    skipped.append(found)
                 continue
-            found = os.path.join(path, name)
             if is_special(found):
                 log.warning("'%s' is not a regular file and is skipped", found)
             else:
@@ -111,7 +123,16 @@ def is_special(path: str) -> bool:
         return False
 
 
-def _no_images(root: Path) -> str:
+@functools.cache  # once, however often a command opens the folder
+def warn_skipped(where: str, count: int) -> None:
+    """Warn of HEIC photos that are skipped since the package that reads them is missing."""
+    if count:
+        log.warning("%d HEIC photos in '%s' are skipped; %s", count, where, HEIC_FIX)
+
+
+def _no_images(root: Path, heic: int) -> str:
+    if heic:
+        return f"'{root}' holds no images but {heic} HEIC photos; {HEIC_FIX}"
     if any(Path(name).suffix.lower() in EXTENSIONS for name in os.listdir(root)):
         return f"the images in '{root}' are in no class folder; make one folder per class there and move them into it"
     return f"'{root}' holds no images; it should hold one folder per class, each with images such as .jpg or .png"

@@ -7,6 +7,7 @@ process with limits, where a file that exceeds its budget is a broken file like 
 import os
 import stat
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,9 +17,11 @@ from vitlab.data.decoder import Buffer, DecodeError, DecodeFault, DecodeHint, de
 from vitlab.data.headers import read_header
 from vitlab.data.sandbox import DecodeRequest, Sandbox
 
+HEIC = frozenset({".heic", ".heif", ".hif"})
 EXTENSIONS = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".jp2"}
     | {".ppm", ".pgm", ".pbm", ".pnm", ".tga"}
+    | (HEIC if find_spec("pillow_heif") else set())
 )
 MAX_FILE_BYTES = 256 << 20
 PLAIN_PIXELS = 32_000_000  # an image with more is decoded in the process with limits,

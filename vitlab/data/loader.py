@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitlab.data.balance import balanced_order
 from vitlab.data.label_sets import LabelSets
 from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, smooth
 from vitlab.data.resident import BYTES_AT_ONCE, ResidentSet, fits_on_device
@@ -34,6 +35,7 @@ log = logging.getLogger("vitlab")
 CPU = torch.device("cpu")
 WINDOW = 4  # shards whose images are shuffled among each other
 BROKEN_LIMIT = 0.1  # share of a set that may be broken before training stops
+NAMED = 3  # broken images that a message names
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class TrainLoader(Loader):
     _: KW_ONLY
     seed: int = 0
     broken_limit: float = BROKEN_LIMIT
+    balanced: bool = False  # every class has the same share of the stream
     step: int | None = None  # images of an optimizer's step, which has several batches of micro-batches; None: `batch`
 
     def __post_init__(self) -> None:
@@ -116,7 +119,10 @@ class TrainLoader(Loader):
             raise UserError("there are no images to train on")
         super().__post_init__()
         self.broken: dict[int, str] = {}  # names of those met so far, by index
-        self.order = functools.lru_cache(3)(functools.partial(epoch_order, self.source, self.seed))
+        if self.balanced and self.source.groups is not None:
+            raise UserError("a set that is read shard by shard cannot be sampled by class; use balance=weights")
+        order = functools.partial(balanced_order, self.source.labels) if self.balanced else self._plain_order
+        self.order = functools.lru_cache(3)(functools.partial(order, self.seed))
         # on an accelerator many images cost the host no more than a few
         self.images_at_once = 1 if self.device.type == "cpu" else BYTES_AT_ONCE // (12 * math.prod(self.image_size))
         self.held = None
@@ -155,6 +161,8 @@ class TrainLoader(Loader):
         epoch = place // len(self.source)
         index = np.concatenate([self.order(int(e))[place[epoch == e] % len(self.source)] for e in np.unique(epoch)])
         key = keys(self.seed, epoch, index)
+        if self.balanced:  # an image may occur several times in an epoch, each time with draws of its own
+            key = keys(self.seed, epoch, index, place % len(self.source))
         low, high = (self.batch * r // self.world for r in (self.rank, self.rank + 1))
         start = self.batch * np.arange(count)[:, None]
         mine = (start + np.arange(low, high)).ravel()
@@ -164,6 +172,9 @@ class TrainLoader(Loader):
         found = np.zeros(len(index), np.int64)
         found[places] = np.arange(len(places))
         return BatchPlan(index[places], key[places], found[other], mix)
+
+    def _plain_order(self, seed: int, epoch: int) -> Ints:
+        return epoch_order(self.source, seed, epoch)
 
     def _mix_keys(self, key: Keys, place: Ints) -> Keys:
         """The keys that decide how the images with the keys `key`, at a place in the stream, are mixed."""
@@ -207,10 +218,11 @@ def epoch_order(source: ImageSource, seed: int, epoch: int) -> Ints:
 
 @dataclass(eq=False)
 class EvalLoader(Loader):
-    """Every image exactly once over all ranks, in order, the last partial batch included.
+    """Every image that can be read exactly once over all ranks, in order, the last partial batch included.
 
-    Ranks may differ by one image, so by one batch. With `resident` the framed bytes stay in the device's memory after
-    the first pass; the batches are the same to the bit.
+    Images that cannot be read are left out, and `broken` has them by index after a pass. Ranks may differ by some
+    images, so by some batches. With `resident` the framed bytes stay in the device's memory after the first pass; the
+    batches are the same to the bit.
     """
 
     preprocess: Preprocess
@@ -218,7 +230,8 @@ class EvalLoader(Loader):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.low, self.high = (len(self.source) * r // self.world for r in (self.rank, self.rank + 1))
-        self.kept: list[Tensor] = []
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.broken: dict[int, str] = {}  # names and reasons
 
     def __len__(self) -> int:
         return math.ceil((self.high - self.low) / self.batch)
@@ -228,22 +241,34 @@ class EvalLoader(Loader):
         if most < self.batch:
             self.batch, self.kept = most, []
 
-    def batches(self) -> Iterator[Batch]:
-        """One pass over the images; raises UserError where one cannot be read."""
+    def batches(self, *, empty: bool = False) -> Iterator[Batch]:
+        """One pass over the images; with `empty`, also the batches of which no image can be read."""
         parts = [range(s, min(s + self.batch, self.high)) for s in range(self.low, self.high, self.batch)]
-        kept: list[Tensor] = []
-        for part, pixels in zip(parts, self.kept if len(self.kept) == len(parts) else self._read(parts), strict=True):
+        kept: list[tuple[Tensor, Tensor]] = []
+        for index, pixels in self.kept if len(self.kept) == len(parts) else self._read(parts):
             if self.resident:
-                kept.append(pixels)
-            index = torch.arange(part.start, part.stop)
-            images = normalize(pixels, self.preprocess)
-            yield Batch(images, *self.labels_and_targets(index), index.to(self.device, non_blocking=True))
+                kept.append((index, pixels))
+            if len(index) or empty:
+                images = normalize(pixels, self.preprocess)
+                yield Batch(images, *self.labels_and_targets(index), index.to(self.device, non_blocking=True))
         self.kept = kept
 
-    def _read(self, parts: list[range]) -> Iterator[Tensor]:
+    def _read(self, parts: list[range]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The indices and pixels of each part's images that can be read."""
+        self.broken = {}
         reader = EvalReader(self.source, self.image_size, self.preprocess)
         samples, size = ([(i, 0) for i in part] for part in parts), chunk_size(self.batch, self.workers)
-        for chunk in read_batches(reader, samples, size, self.workers, AHEAD, self.device):
-            for _, name, why in chunk.broken:
-                raise UserError(f"{name} cannot be read ({why}); evaluation needs every image, so fix or remove it")
-            yield chunk.pixels
+        chunks = read_batches(reader, samples, size, self.workers, AHEAD, self.device)
+        for part, chunk in zip(parts, chunks, strict=True):
+            index, pixels = torch.arange(part.start, part.stop), chunk.pixels
+            if chunk.broken:
+                self.broken |= {i: f"{name} ({why})" for i, name, why in chunk.broken}
+                good = ~torch.isin(index, torch.tensor([i for i, _, _ in chunk.broken]))
+                index, pixels = index[good], pixels[good.to(pixels.device)]
+            yield index, pixels
+
+
+def describe_broken(broken: Sequence[str], images: int, split: str = "") -> str:
+    """How many images cannot be read, and which: 2 of 100 test images cannot be read: a.jpg (…), b.jpg (…)."""
+    names = ", ".join(broken[:NAMED]) + (" …" if len(broken) > NAMED else "")
+    return f"{len(broken)} of {images} {f'{split} ' if split else ''}images cannot be read: {names}"

@@ -20,7 +20,7 @@ from vitlab.evaluation.classes import Names, imagenet_order, match_classes
 from vitlab.evaluation.extract import ExtractOptions, extract_values
 from vitlab.evaluation.imagenet import CLASSES
 from vitlab.evaluation.multi_result import MultiEvaluation, score_sets
-from vitlab.evaluation.piece_cache import Values
+from vitlab.evaluation.piece_cache import Values, What
 from vitlab.evaluation.real import Lists, image_numbers, score_real
 from vitlab.evaluation.result import Evaluation
 from vitlab.evaluation.scores import Rate, calibration, calibration_interval, confusion, rate, softmax, top_hits
@@ -65,7 +65,7 @@ def evaluate(
     keep: Path | None = None,
     **options: Unpack[ExtractOptions],
 ) -> Evaluation:
-    """Score a model on every image of a source.
+    """Score a model on every image of a source that can be read.
 
     `labels` are names of the model's classes that replace those stored with it; `by_position` takes the source's
     classes for the model's in order where their names do not match; `real` are the lists of ImageNet ReaL; `keep` is a
@@ -81,16 +81,19 @@ def evaluate(
     files = tuple(source.name(i) for i in range(len(source)))
     if real is not None:
         check_real(names, count)
-    lists = None if real is None else (real, image_numbers(files, len(real)))
-    truth, card = match.place[source.labels], model.card
-    if card.unknown is None:
-        logits = extract_values(model, source, what="logits", keep=keep, title="evaluating", **options)
-        return score(logits, truth, match.names, match.note, files, lists, temperature=card.temperature)
-    features = extract_values(model, source, keep=keep, title="evaluating", **options)
-    logits = head_logits(model, features)
-    found = score(logits, truth, match.names, match.note, files, lists, temperature=card.temperature)
-    distances = card.unknown.distances(torch.from_numpy(features)).double().numpy()
-    return replace(found, distances=distances, refuse=card.unknown.rate)
+    numbers = None if real is None else image_numbers(files, len(real))
+    card = model.card
+    what: What = "logits" if card.unknown is None else "features"
+    found = extract_values(model, source, what=what, keep=keep, title="evaluating", **options)
+    read = found.index
+    lists = None if real is None or numbers is None else (real, numbers[read])
+    logits = found.values if card.unknown is None else head_logits(model, found.values)
+    about = (match.place[source.labels[read]], match.names, match.note, names_at(files, read), lists)
+    result = score(logits, *about, temperature=card.temperature)
+    if card.unknown is not None:
+        distances = card.unknown.distances(torch.from_numpy(found.values)).double().numpy()
+        result = replace(result, distances=distances, refuse=card.unknown.rate)
+    return replace(result, index=read, broken=found.broken)
 
 
 def evaluate_sets(
@@ -113,8 +116,13 @@ def evaluate_sets(
     truth[sets.rows, match.place[sets.numbers]] = True
     known[match.place] = True
     files = tuple(source.name(i) for i in range(len(source)))
-    logits = extract_values(model, source, what="logits", keep=keep, title="evaluating", **options)
-    return score_sets(logits, truth, known, thresholds, match.names, match.note, files)
+    found = extract_values(model, source, what="logits", keep=keep, title="evaluating", **options)
+    read, about = found.index, (match.names, match.note, names_at(files, found.index))
+    return replace(score_sets(found.values, truth[read], known, thresholds, *about), broken=found.broken)
+
+
+def names_at(files: Names, index: Ints) -> Names:
+    return tuple(files[i] for i in index.tolist())
 
 
 @torch.no_grad()

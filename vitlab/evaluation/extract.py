@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitlab.data.loader import EvalLoader
+from vitlab.data.images import BrokenImage
+from vitlab.data.loader import BROKEN_LIMIT, EvalLoader, describe_broken
 from vitlab.data.rng import Ints
 from vitlab.data.source import ImageSource, Subset
 from vitlab.device import has_bf16, pick_device, pick_workers
@@ -44,14 +45,25 @@ class ExtractOptions(TypedDict, total=False):
     workers: int | None
     device: str
     resize: int | None
+    broken_limit: float
 
 
 @dataclass(frozen=True)
 class Features:
-    """One row of values for each image of a source, in its order."""
+    """One row of values for each image of a source, in its order; images that cannot be read have none."""
 
     values: Values  # (n, D)
     labels: Ints  # (n,)
+    index: Ints | None = None  # (n,) of each row's image in its source, as `extract` fills it in
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """Values of the m images that can be read, of the n in a source."""
+
+    values: Values  # (m, D)
+    index: Ints  # (m,) in the source, ascending
+    broken: tuple[str, ...]  # (n - m,) names of the others
 
 
 def extract(
@@ -63,13 +75,16 @@ def extract(
     workers: int | None = None,
     device: str = "auto",
     resize: int | None = None,
+    broken_limit: float = BROKEN_LIMIT,
     keep: Path | None = None,
     title: str = "features",
 ) -> Features:
     """Compute the features of every image, see `extract_values`; the source must have one label for each."""
     labels = source.labels
-    options: ExtractOptions = {"batch": batch, "workers": workers, "device": device, "resize": resize}
-    return Features(extract_values(model, source, what=what, keep=keep, title=title, **options), labels)
+    options: ExtractOptions = {"batch": batch, "workers": workers, "device": device}
+    options |= {"resize": resize, "broken_limit": broken_limit}
+    found = extract_values(model, source, what=what, keep=keep, title=title, **options)
+    return Features(found.values, labels[found.index], found.index)
 
 
 def extract_values(
@@ -81,10 +96,14 @@ def extract_values(
     workers: int | None = None,
     device: str = "auto",
     resize: int | None = None,
+    broken_limit: float = BROKEN_LIMIT,
     keep: Path | None = None,
     title: str = "features",
-) -> Values:
-    """Compute the features or logits of every image once, (n, D) in the source's order, with a progress bar.
+) -> Extracted:
+    """Compute the features or logits of every image once, in the source's order, with a progress bar.
+
+    Images that cannot be read are left out, with a warning that names some; more than the fraction `broken_limit` of
+    them, and more than one, are a UserError.
 
     `keep` is a folder for finished pieces, from which an interrupted extraction resumes; None keeps nothing. The
     result takes n·D·4 bytes of memory (3.9 GB for ImageNet's 1.28 million images at D = 768), the computation no more
@@ -93,8 +112,8 @@ def extract_values(
     The model's own preprocessing and image size are used; with `resize`, its normalization alone: images are stretched
     to a square of that side, and the model's size is cropped from its center, as in the authors' evaluator. A GPU that
     has bf16 computes in it, others and CPUs in the weights' own precision. The model is put in eval mode and on the
-    device meanwhile, and restored afterwards. A broken image, a value that is not finite and a batch too large for the
-    device are UserErrors.
+    device meanwhile, and restored afterwards. A value that is not finite and a batch too large for the device are
+    UserErrors.
     """
     target = pick_device(device)
     usual, most = GPU_SIZES if target.type == "cuda" else CPU_SIZES
@@ -105,9 +124,9 @@ def extract_values(
     spans = [range(start, min(start + length, n)) for start in range(0, n, length)]
     half = has_bf16(target) and next(model.parameters()).dtype == torch.float32
     cache = None if keep is None else PieceCache(keep, model_key(model, what, half, resize), source)
-    values = np.empty((n, value_width(model, what)), np.float32)
+    values = np.full((n, value_width(model, what)), np.nan, np.float32)  # those of broken images stay so
     with progress(title, n) as advance:
-        missing = [span for span in spans if cache is None or not cache.read(span, values, advance)]
+        missing = [span for span in spans if cache is None or not read_piece(cache, span, values, advance)]
         left = sum(map(len, missing))
         if left < n:
             log.info("%s: %d of %d images are in %s already", title, n - left, n, keep)
@@ -118,12 +137,45 @@ def extract_values(
                 batches = compute_batches(run, model, framed, missing, size, number)
                 for span in missing:
                     for start in range(span.start, span.stop, size):
-                        rows = next(batches)
-                        values[start : start + len(rows)] = rows
-                        advance(len(rows))
+                        place, rows = next(batches)
+                        values[start + place] = rows
+                        advance(min(size, span.stop - start))
                     if cache is not None:
                         cache.write(span, values)
-    return values
+    return leave_out_broken(values, source, broken_limit)
+
+
+def read_piece(cache: PieceCache, span: range, values: Values, advance: Callable[[int], None]) -> bool:
+    """Copy a piece from the cache; False if it is not there, or an image can be read that could not be read then."""
+    if not cache.read(span, values):
+        return False
+    piece = values[span.start : span.stop]
+    if any(can_read(cache.source, span.start + i) for i in np.flatnonzero(np.isnan(piece[:, 0])).tolist()):
+        piece[:] = np.nan
+        return False
+    advance(len(span))
+    return True
+
+
+def can_read(source: ImageSource, index: int) -> bool:
+    try:
+        source.image(index)
+    except BrokenImage:
+        return False
+    return True
+
+
+def leave_out_broken(values: Values, source: ImageSource, limit: float) -> Extracted:
+    """The rows of images that could be read; raises UserError where too few could."""
+    bad = np.isnan(values[:, 0])
+    if not bad.any():
+        return Extracted(values, np.arange(len(values)), ())
+    index, names = np.flatnonzero(~bad), tuple(source.name(i) for i in np.flatnonzero(bad).tolist())
+    line = describe_broken(names, len(values))
+    if not len(index) or len(names) > max(1, limit * len(values)):
+        raise UserError(f"{line}; fix or remove them")
+    log.warning("%s; they are left out", line)
+    return Extracted(values[index], index, names)
 
 
 def check_extract(model: Model, source: ImageSource, what: What, batch: int) -> None:
@@ -178,6 +230,7 @@ class BatchRunner:
     def __init__(self, model: Model, what: What, device: torch.device, half: bool, images: int) -> None:
         self.eager: Callable[[Tensor], Tensor] = model.features if what == "features" else model
         self.compiled: Callable[[Tensor], Tensor] | None = None
+        self.what: What = what
         self.dtype = next(model.parameters()).dtype
         self.device, self.half, self.left = device, half, images
         self.calls, self.fastest = 0, float("inf")
@@ -198,15 +251,22 @@ class BatchRunner:
 
 def compute_batches(
     run: BatchRunner, model: Model, images: Framed, spans: list[range], batch: int, workers: int
-) -> Iterator[Values]:
-    """Yield the values of the spans' images, batch by batch; no batch crosses from one span into the next."""
+) -> Iterator[tuple[Ints, Values]]:
+    """Yield places within the batch, and values, of the spans' images that can be read, batch by batch.
+
+    No batch crosses from one span into the next.
+    """
     (source, preprocess), size = images, model.config.image_size
     part = Subset(source, np.concatenate([np.arange(span.start, span.stop) for span in spans]))
     loader = EvalLoader(part, size, preprocess, batch=batch, workers=workers, device=run.device, resident=False)
-    for loaded in loader.batches():
+    for start, loaded in zip(range(0, len(part), batch), loader.batches(empty=True), strict=True):
+        place = loaded.index.cpu().numpy() - start
+        if not len(place):
+            yield place, np.empty((0, value_width(model, run.what)), np.float32)
+            continue
         values = run(loaded.images, len(loaded.images) == batch)
         bad = ~np.isfinite(values).all(1)
         if bad.any():
             name = part.name(int(loaded.index[int(bad.argmax())]))
             raise UserError(f"the model gives no finite numbers for {name}; its weights may be damaged")
-        yield values
+        yield place, values

@@ -31,6 +31,7 @@ class MultiEvaluation:
     thresholds: NDArray[np.float32]  # (K,)
     known: Bools  # (K,) the model's classes that the set has; guesses of others are not counted
     precisions: Floats  # (K,) average precision; nan for a class without images
+    broken: tuple[str, ...] = ()  # names of the images that could not be read and are left out
 
     @property
     def guesses(self) -> Bools:
@@ -68,7 +69,8 @@ class MultiEvaluation:
         return sorted(rows, key=lambda row: (row["images"] == 0, row["average_precision"], -row["images"]))
 
     def to_json(self) -> dict[str, Any]:
-        about = {"images": len(self.files), "classes": list(self.names), "matched": self.note, "multi_label": True}
+        about = {"images": len(self.files), "broken": list(self.broken), "classes": list(self.names)}
+        about |= {"matched": self.note, "multi_label": True}
         return about | self.overall() | {"per_class": self.class_table()}
 
     def write_json(self, path: Path, about: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -79,10 +78,10 @@ class PieceCache:
             try:
                 digest.update(self.source.image(span.start).tobytes())
             except BrokenImage as broken:
-                digest.update(broken.why.encode())  # the loader will raise the error
+                digest.update(broken.why.encode())
         return self.folder / f"{self.model}-{digest.hexdigest()[:24]}{SUFFIX}"
 
-    def read(self, span: range, values: Values, advance: Callable[[int], None]) -> bool:
+    def read(self, span: range, values: Values) -> bool:
         """Copy a piece from its file into its rows of `values`; False if the file is missing or damaged."""
         path = self.path(span)
         if not path.exists():
@@ -97,7 +96,6 @@ class PieceCache:
             log.warning("%s is damaged; its images are computed again", path)
             return False
         target[:] = piece
-        advance(len(span))
         return True
 
     def write(self, span: range, values: Values) -> None:

@@ -2,10 +2,11 @@
 
 The weights W (D, K) and biases b (K,) minimize
 
-    f = 1/n sum_i  -log softmax(x_i W + b)[y_i]  +  l2/2 |W|^2
+    f = 1/n sum_i  -v_i log softmax(x_i W + b)[y_i]  +  l2/2 |W|^2
 
-which is convex, so there is nothing to tune but l2. (scikit-learn's C is 1 / (n l2).) With P the softmax of all rows
-and Y the one-hot labels, the gradient is X'(P - Y)/n + l2 W, and for b the mean of the rows of P - Y. Sums go over
+which is convex, so there is nothing to tune but l2. (scikit-learn's C is 1 / (n l2), and v_i its sample weight, here 1
+unless given.) With P the softmax of all rows and Y the one-hot labels, both times v, the gradient is
+X'(P - Y)/n + l2 W, and for b the mean of the rows of P - Y. Sums go over
 chunks of c rows in float64, and the features stay float32. Beside these the work takes some 50 (D+1) K numbers, most
 of them the history of L-BFGS, and c (2D + 3K), of 8 bytes each: 0.5 GB for ImageNet's D = 768, K = 1000, c = 4096.
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vitlab.data.open import holdout_size, pick_per_class
-from vitlab.data.rng import HOLDOUT, Ints, keys
+from vitlab.data.rng import HOLDOUT, Floats, Ints, keys
 from vitlab.errors import UserError
 from vitlab.evaluation.extract import Device, Features
 from vitlab.evaluation.fewshot import CHUNK, Standardizer, fit_standardizer
@@ -74,19 +75,24 @@ def logistic(
     classes: int,
     l2: float,
     *,
+    weights: Floats | None = None,
     start: Linear | None = None,
     device: Device = "cpu",
     chunk: int = CHUNK,
     tolerance: float = TOLERANCE,
 ) -> Linear:
-    """Fit to all rows, whose labels are in 0 … classes - 1; `start` is a fit with another l2 to start from."""
+    """Fit to all rows, whose labels are in 0 … classes - 1; `start` is a fit with another l2 to start from.
+
+    `weights` (n,) are those of the rows, as `class_weights(counts)[labels]` for classes of uneven size.
+    """
     standardizer = fit_standardizer(features, np.arange(len(features)))
     x, y = torch.from_numpy(features).to(device), torch.from_numpy(labels).to(device)
+    v = None if weights is None else torch.from_numpy(weights).to(device, torch.float64)
     shape = (features.shape[1] + 1, classes)
     w = torch.zeros(shape, dtype=torch.float64, device=device) if start is None else start.weights.clone()
 
     def closure() -> Tensor:
-        loss, w.grad = objective(x, y, standardizer, w, l2, chunk)
+        loss, w.grad = objective(x, y, standardizer, w, l2, chunk, v)
         return loss
 
     # n f rather than f: torch's L-BFGS learns from a step only where step times change of slope exceeds 1e-10
@@ -100,23 +106,29 @@ def logistic(
         line_search_fn="strong_wolfe",
     )
     optimizer.step(closure)
-    _, gradient = objective(x, y, standardizer, w, l2, chunk)  # the line search may have ended elsewhere
+    _, gradient = objective(x, y, standardizer, w, l2, chunk, v)  # the line search may have ended elsewhere
     slope = float(gradient.abs().max()) / len(x)
     return Linear(standardizer, w, l2, int(optimizer.state[w]["n_iter"]), slope)
 
 
 @torch.no_grad()
-def objective(x: Tensor, y: Tensor, by: Standardizer, w: Tensor, l2: float, chunk: int) -> tuple[Tensor, Tensor]:
-    """Compute n f and its gradient, (D+1, K), at the weights w, on features standardized `by`."""
+def objective(
+    x: Tensor, y: Tensor, by: Standardizer, w: Tensor, l2: float, chunk: int, v: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute n f and its gradient, (D+1, K), at the weights w, on features standardized `by`; v (n,) as above."""
     penalized = w.clone()
     penalized[-1] = 0  # not the biases
     gradient = len(x) * l2 * penalized
     loss = len(x) * l2 / 2 * penalized.square().sum()
-    for part, truth in zip(x.split(chunk), y[:, None].split(chunk), strict=True):
+    shares = [None] * len(x) if v is None else v[:, None].split(chunk)
+    for part, truth, share in zip(x.split(chunk), y[:, None].split(chunk), shares, strict=False):
         rows = standardize(part, by)
         likely = (rows @ w[:-1] + w[-1]).log_softmax(1)  # (c, K)
-        loss -= likely.gather(1, truth).sum()
+        own = likely.gather(1, truth)
+        loss -= (own if share is None else own * share).sum()
         excess = likely.exp_().scatter_add_(1, truth, torch.full_like(likely[:, :1], -1))  # P - Y
+        if share is not None:
+            excess *= share
         gradient[:-1] += rows.T @ excess
         gradient[-1] += excess.sum(0)
     return loss, gradient

@@ -63,6 +63,9 @@ class Evaluation:
             "accuracy_of_others": None if accuracy is None else asdict(accuracy),
         }
 
+    index: Ints | None = None  # (n,) of each image in its source, as `evaluate` fills it in
+    broken: tuple[str, ...] = ()  # names of the images that could not be read and are left out
+
     @property
     def confused(self) -> list[tuple[str, str, int]]:
         """(label, prediction, images) of the pairs of classes that are confused most often."""
@@ -91,6 +94,7 @@ class Evaluation:
         places = np.nonzero(self.matrix)
         return {
             "images": len(self.labels),
+            "broken": list(self.broken),
             "classes": list(self.names),
             "matched": self.note,
             "top1": asdict(self.top1),

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vitlab.data.decoder import DecodeHint
-from vitlab.data.folder import is_special, log, walk_images
-from vitlab.data.images import EXTENSIONS, BrokenImage, decode
+from vitlab.data.decoder import HEIC_FIX, DecodeHint
+from vitlab.data.folder import is_special, log, walk_images, warn_skipped
+from vitlab.data.images import EXTENSIONS, HEIC, BrokenImage, decode
 from vitlab.errors import UserError
 from vitlab.predict.web import check_url, fetch, is_url, read_limited
 
@@ -41,14 +41,19 @@ class Inputs:
 
 def find_inputs(paths: Sequence[str], *, allow_url: bool = False) -> Inputs:
     """The images that arguments name: each once, in the order given, the files of a folder or pattern sorted."""
-    names = dict.fromkeys(name for path in paths for name in expand(path, allow_url))
+    skipped: list[str] = []
+    names = dict.fromkeys(name for path in paths for name in expand(path, allow_url, skipped))
     if not names:
-        raise UserError(f"{', '.join(paths)}: there is no image here, such as .jpg or .png")
+        has = (
+            f"no image but {len(skipped)} HEIC photos; {HEIC_FIX}" if skipped else "no image here, such as .jpg or .png"
+        )
+        raise UserError(f"{', '.join(paths)}: there is {has}")
+    warn_skipped(", ".join(paths), len(skipped))
     return Inputs(list(names), read_stdin() if STDIN in names else b"")
 
 
-def expand(argument: str, allow_url: bool) -> Iterator[str]:
-    """The names of the images that one argument stands for."""
+def expand(argument: str, allow_url: bool, skipped: list[str]) -> Iterator[str]:
+    """The names of the images that one argument stands for; `skipped` gets HEIC photos that cannot be read here."""
     path = os.path.expanduser(argument)
     if argument == STDIN:
         yield STDIN
@@ -56,25 +61,27 @@ def expand(argument: str, allow_url: bool) -> Iterator[str]:
         check_url(argument, allow_url)
         yield argument
     elif os.path.isdir(path):
-        yield from sorted(walk_images(Path(path)))
+        yield from sorted(walk_images(Path(path), skipped))
     elif os.path.exists(path):
         if is_special(path):
             raise UserError(f"'{argument}' is a pipe or a device, not a file; write '-' to read one image from a pipe")
         yield path  # named explicitly, so any file extension is accepted
     elif glob.has_magic(path):
-        yield from match_pattern(path)
+        yield from match_pattern(path, skipped)
     else:
         raise UserError(f"there is no file or folder '{argument}'")
 
 
-def match_pattern(pattern: str) -> Iterator[str]:
+def match_pattern(pattern: str, skipped: list[str]) -> Iterator[str]:
     """The images a pattern matches and those in folders that it matches."""
     paths = sorted(glob.glob(pattern, recursive=True))
     if not paths:
         raise UserError(f"nothing matches '{pattern}'")
     for path in paths:
         if os.path.isdir(path):
-            yield from sorted(walk_images(Path(path)))
+            yield from sorted(walk_images(Path(path), skipped))
+        elif os.path.splitext(path)[1].lower() in HEIC - EXTENSIONS:
+            skipped.append(path)
         elif os.path.splitext(path)[1].lower() in EXTENSIONS:
             if is_special(path):
                 log.warning("'%s' is not a regular file and is skipped", path)

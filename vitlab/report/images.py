@@ -112,7 +112,8 @@ def worst_mistakes(
     model.eval().to(target)
     mistakes = []
     for i in worst.tolist():
-        pixels = eval_pixels(source.image(i), model.config.image_size, model.card.preprocess)
+        place = i if tested.index is None else int(tested.index[i])
+        pixels = eval_pixels(source.image(place), model.config.image_size, model.card.preprocess)
         image = resize_for_page(pixels.permute(1, 2, 0).numpy())
         attention = jpeg_url(overlay_attention(model, pixels.to(target), image)) if isinstance(model, ViT) else None
         truth, guess = tested.names[tested.labels[i]], tested.names[tested.guesses[i]]

@@ -27,7 +27,7 @@ from vitlab.terminal import progress
 from vitlab.training.recipe import Recipe
 from vitlab.training.setup import RECIPE, open_recipe_data
 from vitlab.training.stages import read_stages
-from vitlab.training.trust import check_trusted_data
+from vitlab.training.trust import check_trusted_data, check_trusted_review
 from vitlab.weights import load
 from vitlab.weights.formats.vitlab import WEIGHTS
 
@@ -58,6 +58,8 @@ def write_report(
     history = read_history(folder)
     if data is None:
         check_trusted_data(history.recipe.data, folder / RECIPE, f"vitlab report {shlex.quote(str(run))} ")
+        if history.recipe.review is not None:
+            check_trusted_review(history.recipe.review, folder / RECIPE)
     with memory_errors(f"making the report of {run}", "close other programs, or use --device cpu"):
         page, scores = make_page(str(run), folder, history, data, split, device)
     write_text(folder / NAME, page)
@@ -86,15 +88,16 @@ def make_page(
 
 
 def score_model(model: Model, source: ImageSource, device: str) -> Evaluation | MultiEvaluation:
+    """Scores on the images that can be read, however few: a finished run has a report."""
     if model.card.thresholds is not None:
-        return evaluate_sets(model, source, device=device)
-    return evaluate(model, source, device=device)
+        return evaluate_sets(model, source, device=device, broken_limit=1)
+    return evaluate(model, source, device=device, broken_limit=1)
 
 
 def open_run_data(recipe: Recipe, spec: str | None) -> Data:
     """The named set, or the run's own, split as the run split it, so that no training image is tested on."""
     try:
-        return open_recipe_data(recipe if spec is None else replace(recipe, data=spec))
+        return open_recipe_data(recipe if spec is None else replace(recipe, data=spec, review=None))
     except UserError as error:
         if spec is not None:
             raise

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from vitlab.data.source import Data
 from vitlab.device import cpu_threads, memory_errors, sound_kernels
-from vitlab.errors import Stopped
+from vitlab.errors import Stopped, UserError
 from vitlab.signals import Interrupted, Signals, stoppable
 from vitlab.training.checkpoint import CheckpointMeta
 from vitlab.training.lock import run_lock
@@ -170,6 +170,11 @@ class Run:
             self.tested = False
             self.save(wait=True)
             raise self.stopped(self.signals.number) from None
+        except UserError:  # such as images that cannot be read
+            if self.cluster.world == 1:  # else the others may not be here
+                self.tested = False
+                self.save(wait=True)
+            raise
         self.tested, self.stale = True, stale
         for name, each in reports.items():
             report = newest(each, name)

@@ -54,15 +54,20 @@ def at_least_float32(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def softmax_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of logits (B, K) against soft targets (B, K): one class of K."""
+def softmax_loss(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Cross-entropy of logits (B, K) against soft targets (B, K), times the weights of classes (K,): one class of K."""
+    targets = targets if weights is None else targets * weights
     return -(targets * F.log_softmax(at_least_float32(logits), -1)).sum(-1).mean()
 
 
-def sigmoid_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Binary cross-entropy of logits (B, K) against targets (B, K), summed over classes: any number of classes."""
+def sigmoid_loss(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Binary cross-entropy of logits (B, K) against targets (B, K), summed over classes: any number of classes.
+
+    With weights of classes (K,), each image counts as much as its classes do.
+    """
     logits = at_least_float32(logits)
-    return F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none").sum(-1).mean()
+    losses = F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none").sum(-1)
+    return (losses if weights is None else losses * (targets @ weights)).mean()
 
 
 LOSSES = {"softmax": softmax_loss, "sigmoid": sigmoid_loss}
@@ -78,10 +83,11 @@ def start_sigmoid(head: nn.Linear | None, bias: float = SIGMOID_BIAS) -> None:
 class Classification:
     """Supervised training with one of the losses above."""
 
-    loss_function: Callable[[Tensor, Tensor], Tensor]
+    loss_function: Callable[..., Tensor]
+    weights: Tensor | None = None  # of the classes, (K,), while training
 
     def loss(self, module: nn.Module, batch: Batch, step: int) -> Tensor:
-        return self.loss_function(module(batch.images), batch.targets)
+        return self.loss_function(module(batch.images), batch.targets, self.weights)
 
     def sums(self, module: nn.Module, batch: Batch) -> Tensor:
         logits = module(batch.images)

@@ -54,6 +54,14 @@ class Cluster:
             dist.all_reduce(values)
         return values
 
+    def join(self, items: list[T]) -> list[T]:
+        """The items of all processes, by rank, in every one of them."""
+        if self.world == 1:
+            return items
+        parts: list[list[T]] = [[] for _ in range(self.world)]
+        dist.all_gather_object(parts, items)
+        return [item for part in parts for item in part]
+
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier()

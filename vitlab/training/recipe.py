@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from vitlab.data.balance import Balance
 from vitlab.data.loader import BROKEN_LIMIT
 from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
@@ -30,7 +31,7 @@ NESTED = ("augment", "preprocess", "model_settings")
 # What a model's name, the recipe or the data decide.
 NOT_IN_RECIPE = ("image_size", "patch", "stem", "classes")
 # What may change between a run and its continuation: it is the same run, on another machine to another rounding.
-LOOSE = ("workers", "device", "parallel", "checkpoint_every", "log_every", "tensorboard", "data")
+LOOSE = ("workers", "device", "parallel", "checkpoint_every", "log_every", "tensorboard", "data", "broken_limit")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Recipe:
     validation: Annotated[
         float | None, RATE, "share of train held out to choose on, without a validation split; none: by its size"
     ] = None
+    review: Annotated[str | None, "a review.csv whose decisions change labels and leave images out"] = None
+    balance: Annotated[Balance, "uneven classes: weigh the loss by class, or sample classes equally often"] = "none"
     augment: Annotated[Augment, "augmentation"] = field(default_factory=Augment)
     preprocess: Annotated[Preprocess | None, "none: the weights' own, or scaling to [-1, 1]"] = None
     resident: Annotated[bool | None, "hold the images in the device's memory; none: where they fit"] = None
@@ -110,6 +113,8 @@ class Recipe:
         self.model_settings.update(check_all(self.model_settings, model_keys()))
         if (self.epochs is None) == (self.steps is None):
             raise UserError("a recipe has one length: epochs or steps")
+        if self.balance != "none" and self.objective == "masked":
+            raise UserError(f"masked patch prediction uses no labels, so there is nothing for balance={self.balance}")
         if self.freeze == "body" and self.objective == "masked":
             raise UserError("masked patch prediction trains the body, so freeze='body' leaves nothing to learn")
 

@@ -14,6 +14,7 @@ from torch import nn
 from vitlab.cost import cost
 from vitlab.data.loader import EvalLoader, TrainLoader
 from vitlab.data.open import hold_out_validation, open_data
+from vitlab.data.review_file import apply_review
 from vitlab.data.source import Data
 from vitlab.device import pick_workers
 from vitlab.errors import UserError
@@ -30,7 +31,7 @@ from vitlab.training.objectives import start_at_frequency, start_sigmoid
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, difference, override, resolve_length
 from vitlab.training.start import choose_head, make_provenance
-from vitlab.training.trust import check_trusted_data, check_trusted_weights, remember_recipe
+from vitlab.training.trust import check_trusted_data, check_trusted_review, check_trusted_weights, remember_recipe
 from vitlab.weights import load
 from vitlab.weights.formats.vitlab import model_config, model_json, read_provenance
 
@@ -98,6 +99,8 @@ def recipe_to_resume(out: Path, pairs: list[str]) -> Recipe | None:
         check_trusted_data(stored.data, out / RECIPE, f"vitlab train --out {shlex.quote(str(out))} --resume data=")
     if recipe.weights is not None and "weights" not in given and not any((out / "checkpoints").glob("last*")):
         check_trusted_weights(recipe.weights, out / RECIPE)
+    if recipe.review is not None and "review" not in given:
+        check_trusted_review(recipe.review, out / RECIPE)
     return recipe
 
 
@@ -123,6 +126,8 @@ def prepare_run(
     data = open_recipe_data(recipe) if data is None else hold_out_validation(data, recipe.validation)
     if data.is_multi_label and recipe.objective == "softmax":
         raise UserError(f"{data.name} is multi-label, and softmax chooses one class of all; set objective=sigmoid")
+    if data.is_multi_label and recipe.balance != "none":
+        raise UserError(f"{data.name} is multi-label, and balance={recipe.balance} needs one label per image; leave it")
     if stored is not None:
         checkpoint.check_own_files(out)
         if stored.labels != tuple(data.classes):
@@ -148,7 +153,8 @@ def open_recipe_data(recipe: Recipe) -> Data:
     """The recipe's data, split as the recipe has it."""
     r = recipe
     data = open_data(r.data, seed=r.seed, subset=r.subset, per_class=r.per_class, holdout=r.holdout)
-    return hold_out_validation(data, r.validation)
+    data = hold_out_validation(data, r.validation)
+    return data if r.review is None else apply_review(data, Path(r.review).expanduser())
 
 
 def write_run_files(setup: RunSetup, *, new: bool, trial: bool) -> None:
@@ -236,6 +242,7 @@ def make_loaders(setup: RunSetup, cluster: Cluster, micro: int) -> tuple[TrainLo
     workers = pick_workers(cluster.device) if r.workers is None else r.workers
     common: dict[str, Any] = {"workers": workers, "resident": r.resident, **vars(cluster)}  # device, rank and world
     stream: dict[str, Any] = {"batch": batch, "step": r.batch, "seed": r.seed, "broken_limit": r.broken_limit}
+    stream["balanced"] = r.balance == "sampling"
     train = TrainLoader(setup.data.train, size, r.augment, preprocess, **stream, **common)
     batch = min(2 * micro, max(256, TEST_PIXELS // (size[0] * size[1])))  # without gradients, twice as many fit
     others = {name: source for name, source in setup.data.splits.items() if name != "train"}

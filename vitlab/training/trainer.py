@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitlab.data.loader import Batch
+from vitlab.data.balance import class_weights
+from vitlab.data.loader import Batch, describe_broken
 from vitlab.data.rng import keys
 from vitlab.device import has_bf16, out_of_memory
 from vitlab.errors import UserError
@@ -59,6 +60,7 @@ class Trainer:
         self.restored = self.restore()
         self.micro = self.restored.micro
         self.loader, self.eval_loaders = make_loaders(setup, cluster, self.micro)
+        self.broken: dict[str, list[str]] = {}  # images of a split that could not be read when it was evaluated
         self.batches = self.batches_from(self.restored.step)
 
     def close(self) -> None:
@@ -80,8 +82,11 @@ class Trainer:
         if r.freeze == "body":
             for name, p in model.named_parameters():
                 p.requires_grad_(name.startswith("head."))
-        multi = self.setup.data.is_multi_label
-        return model.to(device, dtype), MultiLabel() if multi else Classification(LOSSES[r.objective])
+        data, weights = self.setup.data, None
+        if r.balance == "weights":
+            weights = torch.from_numpy(class_weights(data.train.class_counts())).to(device, torch.float32)
+        objective = MultiLabel() if data.is_multi_label else Classification(LOSSES[r.objective], weights)
+        return model.to(device, dtype), objective
 
     def restore(self) -> CheckpointMeta:
         """Load the checkpoint to resume from, if there is one, and return its metadata.
@@ -224,12 +229,15 @@ class Trainer:
     # ---- between steps
 
     def evaluate(self, split: str) -> dict[str, dict[str, float]]:
-        """Reports on a split: the current weights' under its name, the averaged ones' under "ema"."""
+        """Reports on a split: the current weights' under its name, the averaged ones' under "ema".
+
+        Where images of it cannot be read, their number is under "broken".
+        """
         reports = {split: self.objective.report(self.measure(split))}
         if self.average is not None:
             with self.average.swap_in():
                 reports["ema"] = self.objective.report(self.measure(split))
-        return reports
+        return reports | ({"broken": {split: len(self.broken[split])}} if self.broken[split] else {})
 
     def thresholds(self) -> tuple[float, ...] | None:
         """The thresholds of a multi-label model, chosen on validation images; None for any other model."""
@@ -242,7 +250,7 @@ class Trainer:
 
     @torch.no_grad()
     def measure(self, split: str) -> list[float]:
-        """The objective's sums on a split, every image counted once over all processes."""
+        """The objective's sums on a split, every image that can be read counted once over all processes."""
         self.module.eval()
         loader = self.eval_loaders[split]
         most = -(-len(loader.source) // self.cluster.world)  # images of the process that has most
@@ -253,7 +261,21 @@ class Trainer:
         spare = self.cast(blank_batch(self.setup.config.image_size, self.cluster.device, classes))
         # eager: a test set has batches of two sizes, and each would be compiled anew
         with self.autocast(), torch.compiler.set_stance("force_eager"):
-            return measure_sums(self.objective, module, batches, spare, self.cluster, passes)
+            sums = measure_sums(self.objective, module, batches, spare, self.cluster, passes)
+        self.check_broken(split)
+        return sums
+
+    def check_broken(self, split: str) -> None:
+        """Warn of images of a split that cannot be read: training is not lost for them. None at all is a UserError."""
+        loader, before = self.eval_loaders[split], self.broken.get(split, [])
+        self.broken[split] = broken = self.cluster.join(list(loader.broken.values()))
+        images, limit = len(loader.source), self.recipe.broken_limit
+        line = describe_broken(broken, images, split) if broken else ""
+        if len(broken) == images:
+            raise UserError(f"{line}; fix them, and continue with --resume")
+        if len(broken) > len(before) and self.cluster.first:
+            many = f", more than broken_limit ({limit:g}), so they may not be typical of it"
+            warn(f"{line}; the scores are of the others{many if len(broken) > limit * images else ''}")
 
     @property
     def is_sharded(self) -> bool:

@@ -65,6 +65,15 @@ def check_trusted_weights(name: str, recipe: Path) -> None:
         )
 
 
+def check_trusted_review(name: str, recipe: Path) -> None:
+    """Raise UserError unless the review that a recipe.json names may be opened."""
+    if not is_trusted(recipe):
+        raise UserError(
+            f"{recipe.parent} was not started here by you, so its review {quote(name)} is not opened unasked; to use "
+            "it, name it: review=FILE, or review=none"
+        )
+
+
 def quote(text: str) -> str:
     """Untrusted text in quotes, without control characters and at most 120 characters of it."""
     return repr(text if len(text) <= 120 else text[:120] + "...")
