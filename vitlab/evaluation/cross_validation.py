@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from vitlab.data.rng import HOLDOUT, Ints, keys
+from vitlab.data.balance import class_weights
+from vitlab.data.rng import HOLDOUT, Floats, Ints, keys
 from vitlab.evaluation.extract import Device, Features
 from vitlab.evaluation.probe import Linear, Trial, logistic
 from vitlab.terminal import progress
@@ -22,8 +22,6 @@ from vitlab.terminal import progress
 FOLDS = 5
 PENALTIES = (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4, 1e-5)
 TOLERANCE = 1e-4  # of fits that only choose: ten times the steps change no choice
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,13 @@ class CrossValidation:
         best = next(trial for trial in self.tried if trial.l2 == self.l2)
         return best.hits / best.images
 
+    def macro_f1(self, labels: Ints) -> float:
+        """The mean over the classes of F1, 2 TP / (2 TP + FP + FN), which counts rare classes like all others."""
+        guesses, classes = self.logits.argmax(1), self.logits.shape[1]
+        hits = np.bincount(labels[guesses == labels], minlength=classes)
+        images, guessed = (np.bincount(x, minlength=classes) for x in (labels, guesses))
+        return float((2 * hits / np.maximum(1, images + guessed))[images > 0].mean())
+
 
 def deal_folds(labels: Ints, folds: int = FOLDS) -> Ints:
     """The fold of every image, (n,): of each class, the images with the lowest hashes go to folds 0, 1, 2, ..."""
@@ -51,9 +56,17 @@ def deal_folds(labels: Ints, folds: int = FOLDS) -> Ints:
 
 
 def cross_validate(
-    train: Features, classes: int, penalties: Sequence[float] = PENALTIES, *, device: Device = "cpu"
+    train: Features,
+    classes: int,
+    penalties: Sequence[float] = PENALTIES,
+    *,
+    balanced: bool = False,
+    device: Device = "cpu",
 ) -> CrossValidation:
-    """Choose a penalty for the head of `classes` classes; a progress bar shows the fits."""
+    """Choose a penalty for the head of `classes` classes; a progress bar shows the fits.
+
+    With `balanced`, every class has the same weight in the fits, however many images it has.
+    """
     order = sorted(set(penalties), reverse=True)
     logits = np.empty((len(order), len(train.labels), classes))
     steady = np.ones(len(order), bool)
@@ -66,7 +79,8 @@ def cross_validate(
             fitted: Linear | None = None
             for row, l2 in enumerate(order):  # the strongest converges soonest; each starts from the one before
                 x, y = train.values[~aside], train.labels[~aside]
-                fitted = logistic(x, y, classes, l2, start=fitted, device=device, tolerance=TOLERANCE)
+                weights = row_weights(y, classes) if balanced else None
+                fitted = logistic(x, y, classes, l2, weights=weights, start=fitted, device=device, tolerance=TOLERANCE)
                 steady[row] &= fitted.slope <= TOLERANCE
                 logits[row, aside] = fitted.scores(train.values[aside]).cpu().numpy()
                 advance(1)
@@ -74,3 +88,8 @@ def cross_validate(
     best = int(hits.argmax())  # of equals the first: the strongest
     trials = (Trial(l2, int(h), len(fold), bool(s)) for l2, h, s in zip(order, hits, steady, strict=True))
     return CrossValidation(tuple(trials), order[best], logits[best])
+
+
+def row_weights(labels: Ints, classes: int) -> Floats:
+    """Weights of rows, (n,), by which every class weighs the same."""
+    return class_weights(np.bincount(labels, minlength=classes))[labels]

@@ -11,12 +11,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitlab.data.source import Data, ImageSource
-from vitlab.evaluation.cross_validation import CrossValidation, cross_validate
+from vitlab.data.source import Data
+from vitlab.evaluation.cross_validation import CrossValidation, cross_validate, row_weights
 from vitlab.evaluation.extract import Features, extract
 from vitlab.evaluation.probe import Linear, logistic
 from vitlab.models.variants import Model
 
+UNEVEN = 2.0  # times as many images in the largest class as in the smallest, from which balancing is tried
+GAIN = 0.005  # of the mean F1, by which balancing is chosen
 SOFT = 0.1  # least penalty of the head that fine-tuning starts from: a confident head leaves nothing to learn
 
 
@@ -48,25 +50,42 @@ def frozen_features(model: Model, data: Data, keep: Path, device: str) -> Frozen
 class Heads:
     """The heads of the first stage.
 
-    `final` has learned from all images, `start` from the training images alone and with a penalty that leaves
-    fine-tuning something to learn. `accuracy` is that of the training images' head on the validation images.
+    `final` has learned from all images, the others from the training images alone, and `start` with a penalty that
+    leaves fine-tuning something to learn. If `balanced`, every class weighs the same.
     """
 
     chosen: CrossValidation
+    balanced: bool
     final: Linear
+    alone: Linear
     start: Linear
-    accuracy: float
+    accuracy: float  # of `alone` on the validation images
 
 
 def fit_heads(features: FrozenFeatures, classes: int) -> Heads:
+    """Choose a penalty, and whether to balance classes of uneven size; fit the heads."""
     train, held = features.train, features.validation
-    chosen = cross_validate(train, classes)
-    alone = logistic(train.values, train.labels, classes, chosen.l2)
-    soft = max(chosen.l2, SOFT)
-    start = alone if soft == chosen.l2 else logistic(train.values, train.labels, classes, soft)
-    every = features.all
-    final = logistic(every.values, every.labels, classes, chosen.l2, start=alone)
-    return Heads(chosen, final, start, float((alone.guesses(held.values) == held.labels).mean()))
+    chosen, balanced = choose(train, classes)
+
+    def fit(rows: Features, l2: float, start: Linear | None = None) -> Linear:
+        weights = row_weights(rows.labels, classes) if balanced else None
+        return logistic(rows.values, rows.labels, classes, l2, weights=weights, start=start)
+
+    alone, soft = fit(train, chosen.l2), max(chosen.l2, SOFT)
+    start = alone if soft == chosen.l2 else fit(train, soft)
+    accuracy = float((alone.guesses(held.values) == held.labels).mean())
+    return Heads(chosen, balanced, fit(features.all, chosen.l2, alone), alone, start, accuracy)
+
+
+def choose(train: Features, classes: int) -> tuple[CrossValidation, bool]:
+    """The cross-validation by plain rows or, where classes are uneven and their mean F1 gains by it, balanced ones."""
+    plain = cross_validate(train, classes)
+    counts = np.bincount(train.labels, minlength=classes)
+    if counts.max() < UNEVEN * counts[counts > 0].min():
+        return plain, False
+    balanced = cross_validate(train, classes, balanced=True)
+    gain = balanced.macro_f1(train.labels) - plain.macro_f1(train.labels)
+    return (balanced, True) if gain > GAIN else (plain, False)
 
 
 def set_head(model: Model, linear: Linear) -> None:
@@ -78,8 +97,3 @@ def set_head(model: Model, linear: Linear) -> None:
     with torch.no_grad():
         head.weight.copy_(weights.T)
         head.bias.copy_(linear.weights[-1].cpu() - mean @ weights)
-
-
-def head_logits(model: Model, source: ImageSource, device: str, keep: Path | None = None) -> Features:
-    """The model's logits of every image of a source."""
-    return extract(model, source, what="logits", device=device, keep=keep, title="held-out images")

@@ -33,10 +33,11 @@ class Plan:
     lines: tuple[str, ...]
     warnings: tuple[str, ...]
 
-    def tuning(self, start: Path, steps: int) -> Recipe:
+    def tuning(self, start: Path, steps: int, balanced: bool) -> Recipe:
         """The recipe of fine-tuning from the weights in a folder."""
-        compile = "auto" if steps * BATCH > COMPILED else "no"
-        recipe = change(self.recipe, weights=str(start), head="keep", steps=steps, warmup=steps // 10, compile=compile)
+        recipe = change(self.recipe, weights=str(start), head="keep", steps=steps, warmup=steps // 10)
+        recipe = change(recipe, compile="auto" if steps * BATCH > COMPILED else "no")
+        recipe = change(recipe, balance="weights") if balanced else recipe
         return override(recipe, [pair for pair in self.pairs if pair.partition("=")[0] not in LENGTH])
 
 

@@ -14,13 +14,20 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
-from vitlab.data.source import Data
+from vitlab.data.review_file import NAME as REVIEW
+from vitlab.data.review_file import write_review
+from vitlab.data.source import Data, ImageSource, Subset
 from vitlab.errors import UserError
-from vitlab.evaluation.extract import extract
+from vitlab.evaluation.evaluate import head_logits
+from vitlab.evaluation.extract import Features, extract
+from vitlab.evaluation.review import Part, review
+from vitlab.evaluation.temperature import fit_temperature
+from vitlab.evaluation.unknown import fit_unknown
 from vitlab.finetuning.budget import Budget
-from vitlab.finetuning.head import fit_heads, frozen_features, set_head
+from vitlab.finetuning.head import FrozenFeatures, Heads, fit_heads, frozen_features, set_head
 from vitlab.finetuning.plan import Plan
 from vitlab.report import Report, write_report
 from vitlab.text import duration
@@ -93,26 +100,43 @@ class Run:
         images = len(data.train) + len(data.validation or ())
         about = f"logistic head on frozen features of {images} images, l2 {heads.chosen.l2:g}"
         provenance = {**find_origin(plan.weights), "data": data.name, "training": about}
-        model.card = dataclasses.replace(model.card, labels=data.classes, provenance=provenance)
+        card = dataclasses.replace(model.card, labels=data.classes, provenance=provenance)
         set_head(model, heads.start)
+        model.card = card
         save(model, self.out / START)
         set_head(model, heads.final)
+        temperature = fit_temperature(heads.chosen.logits, features.train.labels).value
+        # frozen features: every image is new to them, so each can be held out in turn
+        model.card = dataclasses.replace(card, temperature=temperature, unknown=fit_unknown(features.all))
         save(model, self.out)
+        findings = review(parts_of(data, features, heads), data.classes)
+        write_review(self.out / REVIEW, findings)
         spent = time.monotonic() - self.began
         budget = Budget(plan.seconds, features.seconds)
         steps = plan.steps if plan.steps is not None else budget.steps(data, spent)
         chosen = heads.chosen
         stages = Stages(
-            plan.weights, plan.seconds, features.seconds, spent, chosen.l2, chosen.accuracy, heads.accuracy, steps
+            weights=plan.weights,
+            seconds=plan.seconds,
+            image=features.seconds,
+            spent=spent,
+            l2=chosen.l2,
+            cross_validation=chosen.accuracy,
+            head=heads.accuracy,
+            balanced=heads.balanced,
+            steps=steps,
         )
-        recipe = self.plan.tuning(self.out / START, max(1, steps))
+        recipe = self.plan.tuning(self.out / START, max(1, steps), heads.balanced)
         prepare_run(recipe, self.out, Cluster(self.cluster.device), resume=False, data=data)
         (self.out / LOG).touch()
         write_stages(self.out, stages)
         self.print(
             f"head: {heads.accuracy:.1%} of {len(data.validation or ())} validation images, "
             f"{chosen.accuracy:.1%} by cross-validation; {duration(spent)}"
+            + ("; every class weighs the same, which helps the rare ones" if heads.balanced else "")
         )
+        if findings:
+            self.print(f"worth a look: {len(findings)} images in {self.out / REVIEW}; use it with --apply")
         if steps:
             self.report(dataclasses.replace(data, test=data.validation or data.test), "validation")
         else:
@@ -122,7 +146,7 @@ class Run:
     def tune(self, stages: Stages) -> Stages:
         """Fine-tune all weights in the time that is left; keep the result if it is no worse on validation images."""
         data, started = self.plan.data, time.monotonic()
-        recipe = self.plan.tuning(self.out / START, stages.steps)
+        recipe = self.plan.tuning(self.out / START, stages.steps, stages.balanced)
         deadline = None
         if self.plan.steps is None:
             deadline = started + Budget(stages.seconds, stages.image).deadline(data, stages.spent)
@@ -144,11 +168,15 @@ class Run:
         data = self.plan.data
         assert data.validation is not None
         best = load(self.out / "checkpoints" / "best")
-        held = extract(best, data.validation, what="logits", device=self.device, title="validation images")
-        accuracy = float((held.values.argmax(1) == held.labels).mean())
+        held = extract(best, data.validation, device=self.device, title="validation features")
+        logits = head_logits(best, held.values)
+        accuracy = float((logits.argmax(1) == held.labels).mean())
         spent = stages.spent + time.monotonic() - started
         stages = dataclasses.replace(stages, tuned=accuracy, spent=spent)
         if stages.improved:
+            seen = extract(best, data.train, device=self.device, title="training features")
+            temperature, unknown = fit_temperature(logits, held.labels).value, fit_unknown(seen, held)
+            best.card = dataclasses.replace(best.card, temperature=temperature, unknown=unknown)
             save(best, self.out)
         write_stages(self.out, stages)
         verdict = "kept" if stages.improved else "dropped: the head is better"
@@ -175,3 +203,19 @@ class Run:
     def print(self, line: str) -> None:
         if self.cluster.first:
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def parts_of(data: Data, features: FrozenFeatures, heads: Heads) -> list[Part]:
+    """The training and validation images for a review: features, and logits of heads that have not seen the image."""
+    assert data.validation is not None
+    train, held = features.train, features.validation
+    logits = heads.chosen.logits.astype(np.float32), heads.alone.scores(held.values).float().numpy()
+    return [
+        Part("train", readable(data.train, train), train.values, logits[0]),
+        Part("validation", readable(data.validation, held), held.values, logits[1]),
+    ]
+
+
+def readable(source: ImageSource, features: Features) -> ImageSource:
+    """The images of a source that have features."""
+    return source if features.index is None else Subset(source, features.index)

@@ -25,6 +25,7 @@ class Stages:
     l2: Annotated[float, Range(above=0), "penalty of the head"]
     cross_validation: Annotated[float, RATE, "accuracy of the head by cross-validation"]
     head: Annotated[float, RATE, "accuracy of the head on the validation images"]
+    balanced: Annotated[bool, "whether every class weighs the same"]
     steps: Annotated[int, Range(0), "of fine-tuning; 0: none"]
     tuned: Annotated[float | None, RATE, "accuracy on the validation images after fine-tuning"] = None
     finished: Annotated[bool, "whether the last stage is done"] = False
