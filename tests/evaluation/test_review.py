@@ -1,6 +1,7 @@
 """The review of a data set: against plain loops, on Gaussians with wrong labels, and on photos with known copies."""
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -123,7 +124,7 @@ def as_jpeg(image: Image.Image, quality: int) -> Image.Image:
     return Image.open(file)
 
 
-CHANGES = {
+CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
     "equal": lambda image: image,
     "recompressed": lambda image: as_jpeg(image, 40),
     "smaller": lambda image: image.resize((57, 43)),
@@ -150,9 +151,8 @@ def test_copies_are_found_and_other_photos_are_not(change: str) -> None:
     copies = [CHANGES[change](images[i]) for i in (0, 1, 2)]
     train = Pictures("train", [*images, copies[0], copies[1]], [0] * 7 + [0, 1])
     test = Pictures("test", [copies[2], photos(8)[7]], [0, 0])
-    rng = np.random.default_rng(0)
-    features = lambda n: (5 + 0.01 * rng.standard_normal((n, 8))).astype(np.float32)  # noqa: E731
-    parts = [Part("train", train, features(9), None), Part("test", test, features(2), None)]
+    values = (5 + 0.01 * np.random.default_rng(0).standard_normal((11, 8))).astype(np.float32)
+    parts = [Part("train", train, values[:9], None), Part("test", test, values[9:], None)]
     images_ = module.Reviewed(parts, CLASSES)
     cosines, near = images_.neighbors(10)
     pairs = {(i, j) for i, j, _ in module.find_copies(images_, cosines, near)}

@@ -103,6 +103,11 @@ def test_a_test_split_of_which_nothing_can_be_read(
     assert_same_tensors(out, clean, "model.safetensors")
 
 
+def test_every_image_can_be_required(damaged: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="1 of 12 validation images cannot be read"):
+        train_small(tmp_path / "run", data=str(damaged), broken_limit=0.0, **SETTINGS)
+
+
 @pytest.mark.slow
 def test_the_report_counts_them(damaged: Path, clean: Path) -> None:
     page = write_report(clean, str(damaged), device="cpu").read_text()
