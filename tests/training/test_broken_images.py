@@ -17,7 +17,7 @@ from test_resume import killed_at
 from vitlab.errors import UserError
 from vitlab.report import write_report
 
-SETTINGS: dict[str, Any] = {"steps": 8, "batch": 4, "micro": 4, "warmup": 0, "checkpoint_every": 100}
+SETTINGS: dict[str, Any] = {"steps": 8, "batch": 4, "micro": 2, "warmup": 0, "checkpoint_every": 100}
 Command = Callable[..., tuple[int, str, str]]
 BROKEN = ("val/class0/1.png", "test/class0/0.png", "test/class1/5.png")
 
