@@ -17,8 +17,20 @@ from vitlab.data.review_file import Finding
 from vitlab.data.rng import Floats, Ints
 from vitlab.data.source import ArraySource, Subset
 from vitlab.evaluation import review as module
+from vitlab.evaluation.extract import Features
 from vitlab.evaluation.piece_cache import Values
-from vitlab.evaluation.review import COPY, LABEL, OUTLIER, TWO_LABELS, TWO_SPLITS, Part, class_cosines, doubt, review
+from vitlab.evaluation.review import (
+    COPY,
+    LABEL,
+    OUTLIER,
+    TWO_LABELS,
+    TWO_SPLITS,
+    Part,
+    class_cosines,
+    doubt,
+    make_part,
+    review,
+)
 
 CLASSES = tuple("abcdefgh")
 
@@ -181,6 +193,15 @@ def test_neighbors_are_those_of_a_loop() -> None:
     assert_allclose(cosines, -np.sort(-table, 1)[:, :2], atol=1e-6)
     assert_allclose(table[np.arange(40)[:, None], near], cosines, atol=1e-6)
     assert images.name(30) == "noise1 5"
+
+
+def test_a_part_has_the_images_that_could_be_read() -> None:
+    values, labels = gaussians(6)
+    part = make_part(
+        "train", noise(6, labels), Features(values[[0, 2, 5]], labels[[0, 2, 5]], np.array([0, 2, 5])), None
+    )
+    assert [part.source.name(i) for i in range(3)] == ["noise0 0", "noise0 2", "noise0 5"]
+    assert part.source.labels.tolist() == labels[[0, 2, 5]].tolist()
 
 
 def test_very_few_images() -> None:
