@@ -32,6 +32,18 @@ def test_summary(tmp_path: Path, workers: int) -> None:
         assert part in text
 
 
+def test_one_photo_under_two_labels_is_named(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"cat": 10, "dog": 10})
+    content = (tmp_path / "cat" / "004.png").read_bytes()
+    (tmp_path / "dog" / "copy.png").write_bytes(content)
+    Image.open(tmp_path / "cat" / "007.png").save(tmp_path / "cat" / "again.bmp")  # of one label
+    data = open_data(str(tmp_path))
+    found = summarize(data)
+    [pair] = {tuple(sorted(pair)) for pair in found.two_labels}
+    assert pair == (f"{tmp_path}/cat/004.png (cat)", f"{tmp_path}/dog/copy.png (dog)")
+    assert any(line.startswith("1 image is under two labels, such as ") for line in image_warnings(found))
+
+
 def test_uneven_classes_are_named(tmp_path: Path) -> None:
     write_folder(tmp_path, {"a": 50, "b": 5, "c": 20})
     [warning] = [line for line in class_warnings(open_data(str(tmp_path))) if "uneven" in line]

@@ -384,15 +384,24 @@ def test_the_share_that_a_run_held_out(run: Path, tmp_path: Path) -> None:
     assert find_holdout(str(run), "photos") == (0.2, False)
 
 
-def test_a_corrupt_image_is_an_error_that_names_it(
+def test_a_corrupt_image_is_left_out_and_many_are_an_error(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = photos(tmp_path / "photos", 3)
-    bad = root / "dog" / "1.png"
-    bad.write_bytes(bad.read_bytes()[:60])
-    code = run_command(monkeypatch, "evaluate", str(run), str(root), "--split", "all", "--out", str(tmp_path / "out"))
+    root, out = photos(tmp_path / "photos", 3), tmp_path / "out"
+    bad = [root / "dog" / f"{i}.png" for i in range(3)]
+    bad[1].write_bytes(bad[1].read_bytes()[:60])
+    words = ("evaluate", str(run), str(root), "--split", "all")
+    assert run_command(monkeypatch, *words, "--json", str(tmp_path / "scores.json")) == 0
+    found = json.loads((tmp_path / "scores.json").read_text())
+    assert found["broken"] == [str(bad[1])]
+    assert found["images"] == sum(row["images"] for row in found["per_class"]) == 20
+    for path in (bad[0], bad[2]):
+        path.write_bytes(b"")
+    capsys.readouterr()
+    code = run_command(monkeypatch, *words, "--out", str(out))
     printed = capsys.readouterr()
     assert code == 1
-    assert str(bad) in printed.err
+    assert "3 of 21 images cannot be read" in printed.err
+    assert str(bad[1]) in printed.err.replace("\n", "")
     assert "top-1" not in printed.out
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()

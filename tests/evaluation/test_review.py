@@ -1,6 +1,7 @@
 """The review of a data set: against plain loops, on Gaussians with wrong labels, and on photos with known copies."""
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,20 @@ from vitlab.data.review_file import Finding
 from vitlab.data.rng import Floats, Ints
 from vitlab.data.source import ArraySource, Subset
 from vitlab.evaluation import review as module
+from vitlab.evaluation.extract import Features
 from vitlab.evaluation.piece_cache import Values
-from vitlab.evaluation.review import COPY, LABEL, OUTLIER, TWO_LABELS, TWO_SPLITS, Part, class_cosines, doubt, review
+from vitlab.evaluation.review import (
+    COPY,
+    LABEL,
+    OUTLIER,
+    TWO_LABELS,
+    TWO_SPLITS,
+    Part,
+    class_cosines,
+    doubt,
+    make_part,
+    review,
+)
 
 CLASSES = tuple("abcdefgh")
 
@@ -123,7 +136,7 @@ def as_jpeg(image: Image.Image, quality: int) -> Image.Image:
     return Image.open(file)
 
 
-CHANGES = {
+CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
     "equal": lambda image: image,
     "recompressed": lambda image: as_jpeg(image, 40),
     "smaller": lambda image: image.resize((57, 43)),
@@ -150,9 +163,8 @@ def test_copies_are_found_and_other_photos_are_not(change: str) -> None:
     copies = [CHANGES[change](images[i]) for i in (0, 1, 2)]
     train = Pictures("train", [*images, copies[0], copies[1]], [0] * 7 + [0, 1])
     test = Pictures("test", [copies[2], photos(8)[7]], [0, 0])
-    rng = np.random.default_rng(0)
-    features = lambda n: (5 + 0.01 * rng.standard_normal((n, 8))).astype(np.float32)  # noqa: E731
-    parts = [Part("train", train, features(9), None), Part("test", test, features(2), None)]
+    values = (5 + 0.01 * np.random.default_rng(0).standard_normal((11, 8))).astype(np.float32)
+    parts = [Part("train", train, values[:9], None), Part("test", test, values[9:], None)]
     images_ = module.Reviewed(parts, CLASSES)
     cosines, near = images_.neighbors(10)
     pairs = {(i, j) for i, j, _ in module.find_copies(images_, cosines, near)}
@@ -181,6 +193,15 @@ def test_neighbors_are_those_of_a_loop() -> None:
     assert_allclose(cosines, -np.sort(-table, 1)[:, :2], atol=1e-6)
     assert_allclose(table[np.arange(40)[:, None], near], cosines, atol=1e-6)
     assert images.name(30) == "noise1 5"
+
+
+def test_a_part_has_the_images_that_could_be_read() -> None:
+    values, labels = gaussians(6)
+    part = make_part(
+        "train", noise(6, labels), Features(values[[0, 2, 5]], labels[[0, 2, 5]], np.array([0, 2, 5])), None
+    )
+    assert [part.source.name(i) for i in range(3)] == ["noise0 0", "noise0 2", "noise0 5"]
+    assert part.source.labels.tolist() == labels[[0, 2, 5]].tolist()
 
 
 def test_very_few_images() -> None:

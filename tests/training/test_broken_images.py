@@ -17,7 +17,7 @@ from test_resume import killed_at
 from vitlab.errors import UserError
 from vitlab.report import write_report
 
-SETTINGS: dict[str, Any] = {"steps": 8, "batch": 4, "micro": 4, "warmup": 0, "checkpoint_every": 100}
+SETTINGS: dict[str, Any] = {"steps": 8, "batch": 4, "micro": 2, "warmup": 0, "checkpoint_every": 100}
 Command = Callable[..., tuple[int, str, str]]
 BROKEN = ("val/class0/1.png", "test/class0/0.png", "test/class1/5.png")
 
@@ -101,6 +101,11 @@ def test_a_test_split_of_which_nothing_can_be_read(
     monkeypatch.setattr("vitlab.training.trainer.Trainer.accumulate", None)  # no step is left
     train_small(out, resume=True, data=str(damaged), broken_limit=0.5, **SETTINGS)
     assert_same_tensors(out, clean, "model.safetensors")
+
+
+def test_every_image_can_be_required(damaged: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="1 of 12 validation images cannot be read"):
+        train_small(tmp_path / "run", data=str(damaged), broken_limit=0.0, **SETTINGS)
 
 
 @pytest.mark.slow

@@ -1,11 +1,12 @@
 """A run on reviewed data: its manifest, its continuation, and whose review is opened."""
 
 import gzip
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import assert_same_run, train_small
+from small_runs import assert_same_run, skip_report, train_small
 from test_received import photos
 from test_resume import killed_at
 
@@ -13,6 +14,7 @@ from vitlab.data.review_file import Finding, write_review
 from vitlab.errors import UserError
 from vitlab.training.setup import open_recipe_data, read_recipe, recipe_to_resume
 
+Command = Callable[..., tuple[int, str, str]]
 SETTINGS: dict[str, Any] = {"steps": 6, "batch": 4, "micro": 4, "warmup": 0, "checkpoint_every": 2}
 
 
@@ -42,3 +44,25 @@ def test_a_reviewed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     unreviewed = recipe_to_resume(out, [f"data={settings['data']}", "review=none"])
     assert unreviewed is not None
     assert unreviewed.review is None
+
+
+def test_finetune_applies_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    skip_report(monkeypatch)
+    names = sorted(photos(tmp_path / "photos").rglob("*.png"))
+    write_review(tmp_path / "review.csv", [Finding(str(names[0]), decision="remove")])
+    words = [
+        "finetune",
+        str(tmp_path / "photos"),
+        "--apply",
+        str(tmp_path / "review.csv"),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    small = ["model=Ti/4", "image_size=8", "depth=1", "width=16", "mlp=16", "heads=2", "steps=2", "batch=4", "warmup=0"]
+    code, _, err = command(*words, *small, "device=cpu")
+    assert code == 0, err
+    assert len(gzip.decompress((tmp_path / "run" / "data.txt.gz").read_bytes()).decode().splitlines()) == 11
+    write_review(tmp_path / "review.csv", [Finding(str(names[0]), decision="clas1")])
+    code, _, err = command(*words[:-1], str(tmp_path / "other"), *small, "device=cpu")
+    assert code == 1
+    assert "decides 'clas1'; write keep, remove" in err.replace("\n", " ")

@@ -19,7 +19,7 @@ def data(
     picture: Annotated[Path, Option(help="The file for a picture of samples.")] = Path("samples.png"),
     workers: Annotated[int, Option(help="Processes that decode images.")] = 0,
 ) -> None:
-    """Summarize a data set: classes, counts, sizes, broken files, duplicates across splits; and draw samples."""
+    """Summarize a data set: classes, counts, sizes, broken files, duplicates, two labels; and draw samples."""
     from vitlab.data.open import open_data
     from vitlab.data.summary import class_warnings, contact_sheet, image_warnings, summarize, tables
 

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -118,7 +119,7 @@ def apply_review(data: Data, path: Path) -> Data:
     Call it on data whose splits are made: which image is in which split must not depend on decisions.
     """
     decided = read_decisions(path, data.classes)
-    changed, removed, seen, parts = 0, 0, set[str](), {}
+    changed, removed, seen, parts = 0, 0, set[str](), dict[str, Any]()
     for split, source in data.splits.items():
         labels, names = source.labels.copy(), [name_key(source.name(i)) for i in range(len(source))]
         for i, name in enumerate(names):

@@ -39,6 +39,7 @@ class Summary:
     data: Data
     splits: dict[str, SplitSummary]
     duplicates: list[tuple[str, str]]  # (in train, in another split) with the same pixels
+    two_labels: list[tuple[str, str]]  # the same pixels under different labels, anywhere
 
 
 def summarize(data: Data, workers: int = 0) -> Summary:
@@ -49,7 +50,25 @@ def summarize(data: Data, workers: int = 0) -> Summary:
     for split in [name for name in splits if name != "train"]:
         source, hashes = data.splits[split], enumerate(splits[split].hashes.tolist())
         duplicates += [(data.train.name(first[value]), source.name(i)) for i, value in hashes if value in first]
-    return Summary(data, splits, duplicates)
+    return Summary(data, splits, duplicates, find_two_labels(data, splits))
+
+
+def find_two_labels(data: Data, splits: dict[str, SplitSummary]) -> list[tuple[str, str]]:
+    """Images that have other labels than an earlier one with the same pixels, which is named first."""
+    first: dict[int, tuple[ImageSource, int]] = {}
+    found = []
+    for split, summary in splits.items():
+        source = data.splits[split]
+        for i, value in enumerate(summary.hashes.tolist()):
+            one, place = first.setdefault(value, (source, i)) if value else (source, i)
+            if one.labels_of(place) != source.labels_of(i):
+                found.append((describe_image(one, place), describe_image(source, i)))
+    return found
+
+
+def describe_image(source: ImageSource, index: int) -> str:
+    """An image with its labels: photos/1.jpg (cat)."""
+    return f"{source.name(index)} ({', '.join(source.classes[k] for k in source.labels_of(index))})"
 
 
 def inspect_split(source: ImageSource, workers: int) -> SplitSummary:
@@ -97,7 +116,7 @@ def class_warnings(data: Data) -> list[str]:
 
 
 def image_warnings(summary: Summary) -> list[str]:
-    """Problems of the images: broken ones, and those that are in two splits."""
+    """Problems of the images: broken ones, those that are in two splits, and those under two labels."""
     broken = {split: [name for _, name, _ in found.broken] for split, found in summary.splits.items()}
     warnings = [
         f"{len(names)} broken images in {split}: {name_some(names)}" for split, names in broken.items() if names
@@ -105,6 +124,12 @@ def image_warnings(summary: Summary) -> list[str]:
     if summary.duplicates:
         one, other = summary.duplicates[0]
         warnings.append(f"{len(summary.duplicates)} images outside train are also in train, such as {other} = {one}")
+    if summary.two_labels:
+        one, other = summary.two_labels[0]
+        count = len(summary.two_labels)
+        warnings.append(
+            f"{count} {'image is' if count == 1 else 'images are'} under two labels, such as {one} = {other}"
+        )
     return warnings
 
 

@@ -30,7 +30,8 @@ from PIL import Image
 from vitlab.data.images import BrokenImage
 from vitlab.data.review_file import Finding
 from vitlab.data.rng import Floats, Ints
-from vitlab.data.source import ImageSource
+from vitlab.data.source import ImageSource, Subset
+from vitlab.evaluation.extract import Features
 from vitlab.evaluation.neighbors import nearest
 from vitlab.evaluation.piece_cache import Values
 from vitlab.terminal import progress
@@ -60,6 +61,12 @@ class Part:
     source: ImageSource  # of n images: those that have a row in `values`
     values: Values  # (n, D) features
     logits: Values | None  # (n, K) of models that have not seen the image; None: labels are not judged
+
+
+def make_part(split: str, source: ImageSource, found: Features, logits: Values | None) -> Part:
+    """A split as `extract` has its features; images without a row, which cannot be read, are left out."""
+    images = source if found.index is None else Subset(source, found.index)
+    return Part(split, images, found.values, logits)
 
 
 def review(parts: Sequence[Part], classes: Sequence[str]) -> list[Finding]:

@@ -19,11 +19,11 @@ from rich.console import Console
 
 from vitlab.data.review_file import NAME as REVIEW
 from vitlab.data.review_file import write_review
-from vitlab.data.source import Data, ImageSource, Subset
+from vitlab.data.source import Data
 from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import head_logits
-from vitlab.evaluation.extract import Features, extract
-from vitlab.evaluation.review import Part, review
+from vitlab.evaluation.extract import extract
+from vitlab.evaluation.review import Part, make_part, review
 from vitlab.evaluation.temperature import fit_temperature
 from vitlab.evaluation.unknown import fit_unknown
 from vitlab.finetuning.budget import Budget
@@ -208,14 +208,9 @@ class Run:
 def parts_of(data: Data, features: FrozenFeatures, heads: Heads) -> list[Part]:
     """The training and validation images for a review: features, and logits of heads that have not seen the image."""
     assert data.validation is not None
-    train, held = features.train, features.validation
-    logits = heads.chosen.logits.astype(np.float32), heads.alone.scores(held.values).float().numpy()
+    held = features.validation
+    logits = heads.alone.scores(held.values).float().numpy()
     return [
-        Part("train", readable(data.train, train), train.values, logits[0]),
-        Part("validation", readable(data.validation, held), held.values, logits[1]),
+        make_part("train", data.train, features.train, heads.chosen.logits.astype(np.float32)),
+        make_part("validation", data.validation, held, logits),
     ]
-
-
-def readable(source: ImageSource, features: Features) -> ImageSource:
-    """The images of a source that have features."""
-    return source if features.index is None else Subset(source, features.index)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from vitlab.cost import cost
 from vitlab.data.images import BrokenImage
+from vitlab.data.review_file import NAME as REVIEW
+from vitlab.data.review_file import read_review
 from vitlab.data.source import Data, ImageSource
 from vitlab.device import memory_errors
 from vitlab.errors import UserError
@@ -23,6 +25,7 @@ from vitlab.plots.scores import NAMED
 from vitlab.report.history import History, read_history
 from vitlab.report.images import MOST, PageFigure, embed_figure, worst_mistakes
 from vitlab.report.page import Subject, Tested, render
+from vitlab.report.review import worth_a_look
 from vitlab.terminal import progress
 from vitlab.training.recipe import Recipe
 from vitlab.training.setup import RECIPE, open_recipe_data
@@ -84,7 +87,8 @@ def make_page(
             raise UserError(f"'{broken.name}' cannot be read as an image any more: {broken.why}") from None
         figures = draw_figures(history, single)
         done(5)
-    return render(subject, tested, mistakes, figures), scores
+    findings = read_review(folder / REVIEW) if (folder / REVIEW).exists() else []
+    return render(subject, tested, mistakes, figures, worth_a_look(findings, opened)), scores
 
 
 def score_model(model: Model, source: ImageSource, device: str) -> Evaluation | MultiEvaluation:

@@ -2,6 +2,7 @@
 
 import functools
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from vitlab import __version__
 from vitlab.cost import Cost
+from vitlab.data.review_file import NAME as REVIEW
 from vitlab.data.source import Data
 from vitlab.evaluation.multi_result import MultiEvaluation
 from vitlab.evaluation.result import Evaluation
@@ -17,6 +19,7 @@ from vitlab.plots.scores import COUNTED
 from vitlab.report import describe
 from vitlab.report.history import History
 from vitlab.report.images import Mistake, PageFigure
+from vitlab.report.review import LookGroup
 from vitlab.training.recipe import Recipe, flat
 from vitlab.training.stages import Stages
 
@@ -64,11 +67,17 @@ class Tested:
         return isinstance(self.scores, MultiEvaluation)
 
 
-def render(subject: Subject, tested: Tested | None, mistakes: list[Mistake], figures: dict[str, PageFigure]) -> str:
+def render(
+    subject: Subject,
+    tested: Tested | None,
+    mistakes: list[Mistake],
+    figures: dict[str, PageFigure],
+    groups: Sequence[LookGroup] = (),
+) -> str:
     """The page as HTML; characters that UTF-8 cannot encode, which file names may have, become question marks."""
     page = templates().get_template("page.html")
     title = Path(subject.run).name or subject.run
-    text = page.render(title=title, subject=subject, tested=tested, mistakes=mistakes, figures=figures)
+    text = page.render(title=title, subject=subject, tested=tested, mistakes=mistakes, figures=figures, groups=groups)
     return text.encode("utf-8", "replace").decode()
 
 
@@ -77,7 +86,7 @@ def templates() -> Environment:
     """The templates of this folder, with the functions they use."""
     loader = PackageLoader("vitlab.report", ".")
     pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    functions = (confidence_gap, count_right, next_steps, setting_rows)
+    functions = (confidence_gap, count_right, next_steps, review_command, setting_rows)
     pages.globals |= vars(describe) | {function.__name__: function for function in functions}
     pages.globals |= {"version": __version__, "COUNTED": COUNTED}
     return pages
@@ -111,6 +120,12 @@ def value_text(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(value_text, value))
     return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def review_command(subject: Subject) -> str:
+    """How to train again with what was decided about the images that are worth a look."""
+    data, review = subject.history.recipe.data, Path(subject.run) / REVIEW
+    return f"vitlab finetune {shlex.quote(data)} --apply {shlex.quote(str(review))} --out runs/reviewed"
 
 
 def next_steps(subject: Subject) -> list[tuple[str, str]]:

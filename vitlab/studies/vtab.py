@@ -144,7 +144,8 @@ class Study:
 
     def task_recipe(self, task: Task) -> Recipe:
         augment = Augment(crop="resize" if task.crop else "none", flip=task.flip)
-        recipe = dataclasses.replace(self.recipe, data=str(self.root / task.name), augment=augment)
+        data = str(self.root / task.name)
+        recipe = dataclasses.replace(self.recipe, data=data, augment=augment, broken_limit=0.0)  # every image counts
         return override(recipe, self.settings)
 
     def print(self, line: str) -> None:

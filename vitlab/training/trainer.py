@@ -85,8 +85,8 @@ class Trainer:
         data, weights = self.setup.data, None
         if r.balance == "weights":
             weights = torch.from_numpy(class_weights(data.train.class_counts())).to(device, torch.float32)
-        objective = MultiLabel() if data.is_multi_label else Classification(LOSSES[r.objective], weights)
-        return model.to(device, dtype), objective
+        supervised = MultiLabel() if data.is_multi_label else Classification(LOSSES[r.objective], weights)
+        return model.to(device, dtype), supervised
 
     def restore(self) -> CheckpointMeta:
         """Load the checkpoint to resume from, if there is one, and return its metadata.
@@ -266,12 +266,15 @@ class Trainer:
         return sums
 
     def check_broken(self, split: str) -> None:
-        """Warn of images of a split that cannot be read: training is not lost for them. None at all is a UserError."""
+        """Warn of images of a split that cannot be read: training is not lost for them.
+
+        Raises UserError where no image can be read, or broken_limit is 0 and one cannot.
+        """
         loader, before = self.eval_loaders[split], self.broken.get(split, [])
         self.broken[split] = broken = self.cluster.join(list(loader.broken.values()))
         images, limit = len(loader.source), self.recipe.broken_limit
         line = describe_broken(broken, images, split) if broken else ""
-        if len(broken) == images:
+        if broken and (len(broken) == images or limit == 0):
             raise UserError(f"{line}; fix them, and continue with --resume")
         if len(broken) > len(before) and self.cluster.first:
             many = f", more than broken_limit ({limit:g}), so they may not be typical of it"
