@@ -255,7 +255,7 @@ def test_a_perfect_score_has_a_lower_bound() -> None:
     logits = 9 * np.eye(3, dtype=np.float32)[np.arange(30) % 3]
     found = score(logits, np.arange(30) % 3, ("a", "b", "c"), "", tuple(map(str, range(30))))
     least = 100 * 30 / (30 + 1.959964**2)  # Wilson's lower bound where all of 30 are right
-    assert f"{least:.1f} to 100.0 %" in Page(section("tiles", found)).text
+    assert f"{least:.1f} to 100.0 %" in Page(section("tiles", found, "test")).text
     assert "No class was taken for another" in section("confusions", found, None)
     assert section("mistakes", found, []).strip() == ""
 
@@ -374,7 +374,7 @@ def test_a_report_that_cannot_be_written_leaves_nothing(run: Path, monkeypatch: 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(make, "make_page", lambda *_: "new")
+    monkeypatch.setattr(make, "make_page", lambda *_: ("new", None))
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(UserError, match=r"report\.html cannot be written: No space left on device"):
         write_report(run)

@@ -60,7 +60,8 @@ def by_scipy(
 
 def test_the_strangeness_is_that_of_full_covariances() -> None:
     world = World()
-    train = Features(*(part[:-3] for part in vars(world.images(world.means, 8)).values()))  # unequal classes
+    images = world.images(world.means, 8)
+    train = Features(images.values[:-3], images.labels[:-3])  # unequal classes
     fitted = fit_classes(train.values, train.labels)
     back = np.linalg.inv(fitted.projection.double().numpy())
     within = back.T @ back
