@@ -16,8 +16,9 @@ from vitlab.data.open import find_splits
 from vitlab.data.source import Subset
 from vitlab.errors import UserError
 from vitlab.evaluation import unknown as module
+from vitlab.evaluation.cross_validation import deal_folds
 from vitlab.evaluation.extract import Features, extract
-from vitlab.evaluation.unknown import auroc, covariance, fit_classes, fit_unknown, fold_numbers, out_of_fold
+from vitlab.evaluation.unknown import FOLDS, auroc, covariance, fit_classes, fit_unknown, out_of_fold
 from vitlab.models.unknown import FAR, Unknown, conformal_limit
 
 D, CLASSES = 6, 40
@@ -164,7 +165,7 @@ def test_auroc_is_scikit_learns() -> None:
 
 def test_folds_spread_over_each_class_and_leave_their_images_out() -> None:
     labels = np.repeat([0, 1, 2, 3], [40, 25, 2, 1])
-    fold = fold_numbers(labels)
+    fold = deal_folds(labels, FOLDS)
     for k in range(2):
         counts = np.bincount(fold[labels == k], minlength=module.FOLDS)
         assert counts.max() - counts.min() <= 1

@@ -1,6 +1,6 @@
 """A logistic head on frozen features whose penalty is chosen by cross-validation.
 
-Each class is dealt out to the folds in turn, in the order of hashes, so the folds are the same every time. Every image
+The images of each class are dealt out to the folds in turn, in the order of hashes, the same every time. Every image
 gets logits from a fit that has not seen it, at every penalty. The penalty with the most hits is chosen, of equals the
 strongest; accuracy rather than log loss, since a strong penalty makes a good but timid head, whose confidence a
 temperature corrects. The logits of the chosen penalty serve wherever predictions of unseen images are needed.
@@ -46,12 +46,10 @@ class CrossValidation:
 
 
 def deal_folds(labels: Ints, folds: int = FOLDS) -> Ints:
-    """The fold of every image, (n,): of each class, the images with the lowest hashes go to folds 0, 1, 2, ..."""
+    """The fold of each image, (n,), spread evenly over every class and over all images; the same every time."""
     order = np.lexsort((keys(0, HOLDOUT, np.arange(len(labels))), labels))
-    counts = np.unique(labels, return_counts=True)[1]
-    rank = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
     found = np.empty(len(labels), np.int64)
-    found[order] = rank % folds
+    found[order] = np.arange(len(labels)) % folds
     return found
 
 

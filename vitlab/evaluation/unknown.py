@@ -11,6 +11,7 @@ import torch
 
 from vitlab.data.rng import HOLDOUT, Floats, Ints, keys
 from vitlab.errors import UserError
+from vitlab.evaluation.cross_validation import deal_folds
 from vitlab.evaluation.extract import Features
 from vitlab.evaluation.piece_cache import Values
 from vitlab.models.unknown import Unknown
@@ -84,7 +85,7 @@ def out_of_fold(fit: Callable[[Values, Ints], Strangeness], data: Features) -> F
 
     An image that is alone in its class has none: without it the class would be unknown.
     """
-    fold = fold_numbers(data.labels)
+    fold = deal_folds(data.labels, FOLDS)
     found = np.full(len(fold), np.nan)
     for number in range(FOLDS):
         aside = fold == number
@@ -92,14 +93,6 @@ def out_of_fold(fit: Callable[[Values, Ints], Strangeness], data: Features) -> F
         if present.any():
             found[present] = fit(data.values[~aside], data.labels[~aside])(data.values[present])
     return found[~np.isnan(found)]
-
-
-def fold_numbers(labels: Ints) -> Ints:
-    """A number of 0 … FOLDS - 1 for each image (n,), spread evenly over each class; the same every time."""
-    order = np.lexsort((keys(0, HOLDOUT, np.arange(len(labels))), labels))
-    fold = np.empty(len(labels), np.int64)
-    fold[order] = np.arange(len(labels)) % FOLDS
-    return fold
 
 
 def covariance(x: Floats) -> Floats:
