@@ -109,8 +109,6 @@ class Run:
         # frozen features: every image is new to them, so each can be held out in turn
         model.card = dataclasses.replace(card, temperature=temperature, unknown=fit_unknown(features.all))
         save(model, self.out)
-        findings = review(parts_of(data, features, heads), data.classes)
-        write_review(self.out / REVIEW, findings)
         spent = time.monotonic() - self.began
         budget = Budget(plan.seconds, features.seconds)
         steps = plan.steps if plan.steps is not None else budget.steps(data, spent)
@@ -135,12 +133,14 @@ class Run:
             f"{chosen.accuracy:.1%} by cross-validation; {duration(spent)}"
             + ("; every class weighs the same, which helps the rare ones" if heads.balanced else "")
         )
-        if findings:
-            self.print(f"worth a look: {len(findings)} images in {self.out / REVIEW}; use it with --apply")
         if steps:
             self.report(dataclasses.replace(data, test=data.validation or data.test), "validation")
         else:
             self.print(f"{duration(plan.seconds)} are too short to fine-tune as well: the head is the result")
+        findings = review(parts_of(data, features, heads), data.classes)  # after the report: it reads images again
+        write_review(self.out / REVIEW, findings)
+        if findings:
+            self.print(f"worth a look: {len(findings)} images in {self.out / REVIEW}; use it with --apply")
         return stages
 
     def tune(self, stages: Stages) -> Stages:
