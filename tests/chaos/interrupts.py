@@ -14,7 +14,8 @@ FILES: list[int] = []  # the pipe's ends, once `watch` has been called
 
 
 def watch() -> None:
-    """Record the signals of this process from now on."""
+    """Record the signals of this process from now on, and Ctrl-C even where a shell that started it ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     FILES[:] = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(FILES[1], warn_on_full_buffer=False)
 
