@@ -19,6 +19,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THR
 
 from rich.console import Console
 
+from chaos import interrupts
 from chaos.processes import cause
 from chaos.rows import Row
 from chaos.table import about, write_json, write_page
@@ -63,6 +64,7 @@ def over(number: int, frame: object) -> None:
 
 def main() -> int:
     given = arguments()
+    interrupts.watch()
     signal.signal(signal.SIGALRM, over)
     signal.alarm(BOUND)
     out = given.out.resolve()
@@ -81,6 +83,7 @@ def main() -> int:
             for row in found:
                 show(console, row)
             write_json(out / "chaos.json", facts, rows)
+            interrupts.check()
     except KeyboardInterrupt:
         console.print("stopped; what was measured so far is kept", highlight=False)
         rows.append(Row("the rest", 0, "", 0.0, ["stopped by hand before its end"]))

@@ -236,4 +236,5 @@ def wrap_save_file(armed: Armed) -> None:
 
         armed.reach("save_file", write, half)
 
+    safetensors.torch.save_file = save_file  # for imports inside functions
     put_everywhere(plain, save_file)

@@ -19,6 +19,8 @@ from typing import Any
 
 import psutil
 
+from chaos import interrupts
+
 BOUND = 120.0  # seconds for any process; a run here takes one
 TESTS = Path(__file__).parents[1]
 VITLAB = Path(sys.executable).with_name("vitlab")
@@ -59,6 +61,7 @@ def forked(work: Callable[[], None], bound: float = BOUND) -> Ended:
     with tempfile.TemporaryFile() as file:
         child = os.fork()
         if child == 0:
+            interrupts.ignore()
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
             os._exit(finish(work))
@@ -119,6 +122,7 @@ def spread(jobs: Iterable[Callable[[], Any]], deadline: float, lanes: int = 2) -
                 file = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the answer is read
                 child = os.fork()
                 if child == 0:
+                    interrupts.ignore()
                     os._exit(answer(job, file.fileno()))
                 running[child] = file
             if not running:

@@ -1,18 +1,16 @@
 """The small run that is killed, starved and resumed, and what it must equal in the end."""
 
-import contextlib
 import dataclasses
 import json
 import os
 import shutil
-import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 from training.small_runs import SMALL, assert_same_run, assert_same_tensors
 
+from chaos import interrupts
 from chaos.faults import Fault, arm
 from chaos.processes import Ended, forked
 from vitlab.training.loop import train
@@ -34,7 +32,7 @@ def once(out: Path, *, resume: bool, fault: Fault | None = None) -> Ended:
 def profile(folder: Path) -> Counter[str]:
     """How often an uninterrupted run reaches every point; the run stays in `folder/reference`."""
     out, counts = folder / "reference", folder / "counts.json"
-    with interrupts_later():  # in this process, so that no copy has to import or set up anything
+    with interrupts.later():  # in this process, so that no copy has to import or set up anything
         train(RECIPE, folder / "warm", console=Console(quiet=True))
 
     def work() -> None:
@@ -46,16 +44,6 @@ def profile(folder: Path) -> Counter[str]:
     if ended.code:
         raise RuntimeError(f"the uninterrupted run fails: {ended}")
     return Counter(json.loads(counts.read_text()))
-
-
-@contextlib.contextmanager
-def interrupts_later() -> Iterator[None]:
-    """Keep a Ctrl-C until the end: it is for the chaos run, and training here would take it as its own."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def difference(reference: Path, out: Path) -> str | None:

@@ -103,7 +103,8 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 1
     names = [row["name"] for row in json.loads((tmp_path / "chaos.json").read_text())["rows"]]
-    assert names == ["disk full at every write", "small file systems", "the rest"]
+    assert names[:2] == ["disk full at every write", "small file systems"]
+    assert names[-1] == "the rest"
 
 
 @pytest.mark.slow

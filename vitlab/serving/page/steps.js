@@ -125,14 +125,10 @@ function refusal({ refused, distance }) {
 function classes(model, answer) {
   const who = { token: "The class token", mean: "The mean of all tokens", attention: "A last look at all tokens" }[model.pool];
   const top = model.multi_label ? answer.classes : answer.classes.slice(0, 3);
-  const parts = model.multi_label ? top.length : 1; // probabilities of their own do not add up to one
   const rest = Math.max(0, 1 - top.reduce((sum, one) => sum + one.probability, 0));
-  const bar = element("div", { className: "shares" });
-  for (const one of top) {
-    const part = element("span", {});
-    part.style.width = `${(one.probability / parts) * 100}%`;
-    bar.append(part);
-  }
+  // probabilities of their own do not add up to one: a bar for each
+  const bars = element("div", { className: "bars" });
+  for (const row of model.multi_label ? top.map((one) => [one]) : [top]) bars.append(shares(row));
   const others = model.classes - top.length;
   const left = others > 0 ? ` The other ${others.toLocaleString("en")} have ${percent(rest)} together.` : "";
   const named = top.map((one) => `“${one.name}” ${percent(one.probability)}`).join(", ");
@@ -145,8 +141,21 @@ function classes(model, answer) {
       `One last matrix makes a score for each of the ${model.classes.toLocaleString("en")} classes, and ${become}`,
     ],
     shape: `${model.width} numbers → ${model.classes.toLocaleString("en")} scores`,
-    shown: bar,
-    label: "A bar divided among the classes by their probabilities.",
+    shown: bars,
+    label: model.multi_label
+      ? "A bar for each class found, as long as its probability."
+      : "A bar divided among the classes by their probabilities.",
     wide: true,
   };
+}
+
+// A bar divided by the probabilities of some classes.
+function shares(row) {
+  const bar = element("div", { className: "shares" });
+  for (const one of row) {
+    const part = element("span", {});
+    part.style.width = `${one.probability * 100}%`;
+    bar.append(part);
+  }
+  return bar;
 }
