@@ -2,9 +2,13 @@
 
     python benchmarks/finetune.py WEIGHTS SET[:PER_CLASS]... --seeds 3 --minutes 10 --out finetune.jsonl
 
-Every row is a process of its own, whose CPU seconds are counted with those of its children: timm's features and
-scikit-learn's logistic regression on them; vitlab's first stage alone, without its report; `vitlab finetune`; and all
-weights by SGD from a head of zeros, for as long. A finished row is not repeated.
+Rows, each a process of its own: timm's features and scikit-learn's logistic regression on them; vitlab's first stage
+alone, without its report; `vitlab finetune`; and all weights by SGD from a head of zeros. CPU seconds are counted, with
+those of child processes, until the classifier is there; testing is not. A finished row is not repeated.
+
+Twenty-four cells of twice ten minutes are a working day on a laptop. `--pace S` imitates one instead, on any device:
+both kinds of fine-tuning are as long as a machine has time for that needs S seconds for the forward pass of an image
+(`image` in a run's stages.json), testing left out.
 """
 
 import argparse
@@ -23,6 +27,12 @@ import numpy as np
 
 from vitlab.data.open import open_data
 from vitlab.data.source import Data
+from vitlab.finetuning.budget import BATCH, TRAIN, Budget
+from vitlab.finetuning.plan import Plan, make_plan
+from vitlab.training.recipe import evaluations
+
+Test = Callable[[], float]  # a fitted classifier's accuracy on the test images
+START = 12.0  # seconds until the first image is read
 
 
 def main() -> None:
@@ -32,6 +42,8 @@ def main() -> None:
     parser.add_argument("--model", default="vit_tiny_patch16_224", help="its name in timm")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--pace", type=float, help="seconds an image; see above")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", default="", help=f"some of {','.join(ROWS)}")
     parser.add_argument("--out", type=Path, default=Path("finetune.jsonl"))
     parser.add_argument("--row", help=argparse.SUPPRESS)  # this process is one row
@@ -48,18 +60,20 @@ def main() -> None:
                     words = [sys.executable, *sys.argv, "--row", json.dumps(row)]
                     found = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
                     result = json.loads(found.splitlines()[-1])
-                    print(result, flush=True)
+                    print(row | result, flush=True)
                     with given.out.open("a") as file:
                         file.write(json.dumps(row | result) + "\n")
 
 
 def run_row(given: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """The test accuracy of one row with its wall and CPU seconds."""
-    began = time.monotonic()
-    accuracy = ROWS[row["what"]](given, row)
-    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    cpu = sum(each.ru_utime + each.ru_stime for each in used)
-    return {"accuracy": accuracy, "seconds": round(time.monotonic() - began, 1), "cpu": round(cpu, 1)}
+    """The test accuracy of one row, with the wall and CPU seconds of its training."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
+        test = ROWS[row["what"]](given, row, Path(folder))
+        used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        cpu = sum(each.ru_utime + each.ru_stime for each in used)
+        seconds = time.monotonic() - began
+        return {"accuracy": test(), "seconds": round(seconds, 1), "cpu": round(cpu, 1)}
 
 
 def spec_of(row: dict[str, Any]) -> tuple[str, int | None]:
@@ -72,14 +86,25 @@ def open_set(row: dict[str, Any]) -> Data:
     return open_data(spec, seed=row["seed"], per_class=count)
 
 
-def logistic_regression(given: Any, row: dict[str, Any]) -> float:
+def pairs_of(given: Any, row: dict[str, Any]) -> list[str]:
+    count = spec_of(row)[1]
+    return [f"seed={row['seed']}", f"device={given.device}", *([f"per_class={count}"] if count else [])]
+
+
+def plan_of(given: Any, row: dict[str, Any]) -> Plan:
+    plan = make_plan(spec_of(row)[0], given.weights, pairs_of(given, row), None)
+    assert plan is not None
+    return plan
+
+
+def logistic_regression(given: Any, row: dict[str, Any], folder: Path) -> Test:
     """What a friend would write: timm's features of the center crops, scikit-learn's logistic regression."""
     import torch
     from sklearn.linear_model import LogisticRegression
 
     timm: Any = import_module("timm")  # has few types
     data = open_set(row)
-    model = timm.create_model(given.model, checkpoint_path=given.weights).eval()
+    model = timm.create_model(given.model, checkpoint_path=given.weights).eval().to(given.device)
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
 
     def features(source: Any) -> Any:
@@ -87,53 +112,66 @@ def logistic_regression(given: Any, row: dict[str, Any]) -> float:
         with torch.no_grad():
             for start in range(0, len(source), 32):
                 part = range(start, min(start + 32, len(source)))
-                images = torch.stack([transform(source.image(i).convert("RGB")) for i in part])
-                rows.append(model.forward_head(model.forward_features(images), pre_logits=True).numpy())
+                images = torch.stack([transform(source.image(i).convert("RGB")) for i in part]).to(given.device)
+                rows.append(model.forward_head(model.forward_features(images), pre_logits=True).cpu().numpy())
         return np.concatenate(rows)
 
     fitted = LogisticRegression(max_iter=1000).fit(features(data.train), data.train.labels)
-    return float(fitted.score(features(data.test), data.test.labels))
+    return lambda: float(fitted.score(features(data.test), data.test.labels))
 
 
-def first_stage(given: Any, row: dict[str, Any]) -> float:
-    """The first stage of `vitlab finetune` and the test, without a report."""
+def first_stage(given: Any, row: dict[str, Any], folder: Path) -> Test:
+    """The first stage of `vitlab finetune`, without a report."""
     from vitlab.evaluation.extract import extract
     from vitlab.finetuning.head import fit_heads, frozen_features
-    from vitlab.finetuning.plan import make_plan
 
-    spec, count = spec_of(row)
-    pairs = [f"seed={row['seed']}", "device=cpu", *([f"per_class={count}"] if count else [])]
-    plan = make_plan(spec, given.weights, pairs, None)
-    assert plan is not None
-    with tempfile.TemporaryDirectory() as folder:
-        heads = fit_heads(frozen_features(plan.model, plan.data, Path(folder), "cpu"), len(plan.data.classes))
-    test = extract(plan.model, plan.data.test, device="cpu")
-    return float((heads.final.guesses(test.values) == test.labels).mean())
+    plan = plan_of(given, row)
+    heads = fit_heads(frozen_features(plan.model, plan.data, folder, given.device), len(plan.data.classes))
+
+    def test() -> float:
+        found = extract(plan.model, plan.data.test, device=given.device)
+        return float((heads.final.guesses(found.values) == found.labels).mean())
+
+    return test
 
 
-def command(given: Any, row: dict[str, Any], *words: str) -> float:
-    """The test accuracy of a `vitlab` command that trains."""
+def staged(given: Any, row: dict[str, Any], folder: Path) -> Test:
+    """`vitlab finetune`, by its clock or at a pace."""
+    if given.pace is None:
+        return command(given, row, folder, "--minutes", str(given.minutes))
+    data = plan_of(given, row).data
+    held = 0 if data.validation is None else len(data.validation)
+    spent = START + given.pace * (len(data.train) + held)
+    free = given.pace * len(data.test)  # testing is left out
+    steps = Budget(60 * given.minutes + free, given.pace).steps(data, spent)
+    return command(given, row, folder, *([f"steps={steps}"] if steps else ["--minutes", "0.01"]))
+
+
+def plain(given: Any, row: dict[str, Any], folder: Path) -> Test:
+    """All weights from a head of zeros, as long as the time allows: what `vitlab finetune` did before."""
+    if given.pace is None:
+        return command(given, row, folder, "--paper")
+    data = plan_of(given, row).data
+    held = 0 if data.validation is None else len(data.validation)
+    left = (60 * given.minutes - START) / given.pace
+    seen = (left - evaluations(int(left / TRAIN), held) * held) / TRAIN
+    steps = int(min(seen, max(8_000, 12 * len(data.train))) // BATCH)
+    recipe = f"batch={BATCH} optimizer=sgd lr=0.01 clip=1 area=0.3,1 image_size=224"
+    return command(given, row, folder, "--paper", *recipe.split(), f"steps={steps}", f"warmup={steps // 10}")
+
+
+def command(given: Any, row: dict[str, Any], folder: Path, *words: str) -> Test:
+    """Run `vitlab finetune`."""
     from vitlab.evaluation.evaluate import evaluate
     from vitlab.weights import load
 
-    spec, count = spec_of(row)
-    pairs = [f"seed={row['seed']}", "device=cpu", *([f"per_class={count}"] if count else [])]
-    with tempfile.TemporaryDirectory() as folder:
-        own = ["finetune", spec, "--weights", given.weights, "--out", f"{folder}/run", *words, *pairs]
-        subprocess.run([str(Path(sys.executable).parent / "vitlab"), *own], check=True, stdout=sys.stderr)
-        return evaluate(load(f"{folder}/run"), open_set(row).test, device="cpu").top1.value
+    own = ["finetune", spec_of(row)[0], "--weights", given.weights, "--out", f"{folder}/run", *words]
+    program = "from vitlab.cli import main; main()"
+    subprocess.run([sys.executable, "-c", program, *own, *pairs_of(given, row)], check=True, stdout=sys.stderr)
+    return lambda: evaluate(load(f"{folder}/run"), open_set(row).test, device=given.device).top1.value
 
 
-def staged(given: Any, row: dict[str, Any]) -> float:
-    return command(given, row, "--minutes", str(given.minutes))
-
-
-def plain(given: Any, row: dict[str, Any]) -> float:
-    """All weights from a head of zeros, as long as the time allows: what `vitlab finetune` did before."""
-    return command(given, row, "--paper")
-
-
-ROWS: dict[str, Callable[[Any, dict[str, Any]], float]] = {
+ROWS: dict[str, Callable[[Any, dict[str, Any], Path], Test]] = {
     "logistic regression": logistic_regression,
     "first stage": first_stage,
     "finetune": staged,

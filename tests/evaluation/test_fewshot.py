@@ -1,6 +1,7 @@
 """Few-shot: against numpy's solve and scikit-learn's Ridge on the same matrix, limits, chance, and errors."""
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -227,6 +228,7 @@ def test_the_command_on_digits(model: Path, tmp_path: Path, command: Command, ca
     kept = model / "features"
     assert f"features are kept in {kept}" in out
     assert len(list(kept.glob("*.safetensors"))) == 5 + 3
+    caplog.set_level(logging.DEBUG, "vitlab")
     code, out, err = command("fewshot", str(model), "digits", "--shots", "5", "--seeds", "1")
     assert (code, "one draw" in out) == (0, True)
     assert f"train features: 1198 of 1198 images are in {kept} already" in caplog.text

@@ -30,6 +30,7 @@ from vitlab.evaluation.review import (
     doubt,
     make_part,
     review,
+    review_test,
 )
 
 CLASSES = tuple("abcdefgh")
@@ -176,6 +177,20 @@ def test_copies_are_found_and_other_photos_are_not(change: str) -> None:
         Finding("train 8", "train", "b", "a", TWO_LABELS, 1.0, "train 1"),
         Finding("train 2", "train", "a", "", TWO_SPLITS, 1.0, "test 0"),
     ]
+
+
+def test_copies_of_test_images_are_found_in_other_splits_alone() -> None:
+    images, near = photos(9), np.random.default_rng(0).standard_normal((10, 8)).astype(np.float32)
+    near[4], near[7], near[8] = near[0], near[2], near[6]
+    train = Part("train", Pictures("train", [*images[:4], images[0]], [0] * 5), near[:5], None)  # a copy of its own
+    held = Part("validation", Pictures("held", images[4:6], [1, 1]), near[5:7], None)
+    tests = Pictures("test", [CHANGES["smaller"](images[2]), images[5], images[8]], [0, 0, 0])
+    found = review_test([train, held], Part("test", tests, near[7:], None), CLASSES)
+    assert {(f.path, f.problem, f.other) for f in found} == {
+        ("train 2", TWO_SPLITS, "test 0"),
+        ("held 1", TWO_LABELS, "test 1"),
+        ("test 1", TWO_LABELS, "held 1"),
+    }
 
 
 def test_neighbors_are_those_of_a_loop() -> None:

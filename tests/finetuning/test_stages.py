@@ -55,6 +55,25 @@ def test_a_head_alone_where_time_is_short(tmp_path: Path, weights: str) -> None:
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_copies_of_test_images_join_the_review(tmp_path: Path, weights: str) -> None:
+    from PIL import Image
+
+    digits = open_data("digits").train
+    for number in range(24):
+        label = int(digits.labels[number])
+        folder = tmp_path / "photos" / ("train" if number < 18 else "test") / str(label)
+        folder.mkdir(parents=True, exist_ok=True)
+        digits.image(number).resize((64, 64), Image.Resampling.BICUBIC).save(folder / f"{number}.png")
+    copied = next((tmp_path / "photos" / "train").glob("*/3.png"))
+    (tmp_path / "photos" / "test" / copied.parent.name).mkdir(exist_ok=True)
+    Image.open(copied).resize((90, 90)).save(tmp_path / "photos" / "test" / copied.parent.name / "copy.png")
+    plan = make_plan(str(tmp_path / "photos"), weights, ["device=cpu", "workers=0"], 1e-6)
+    assert plan is not None
+    finetune(plan, tmp_path / "run", console=QUIET)
+    lines = (tmp_path / "run" / "review.csv").read_text().splitlines()
+    assert [line for line in lines if "two splits" in line and "copy.png" in line and "3.png" in line]
+
+
 @pytest.mark.slow
 def test_the_better_stage_is_kept(tmp_path: Path, weights: str) -> None:
     plan = plan_for(weights, "steps=3", "lr=10")  # a rate at which nothing is left of the weights

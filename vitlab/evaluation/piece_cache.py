@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -36,11 +37,18 @@ SUFFIX = ".safetensors"
 
 
 def model_key(model: Model, what: What, half: bool, resize: int | None = None) -> str:
-    """Hash everything about a model that its values depend on: weights, settings, preprocessing and precision."""
-    about: list[object] = [to_json(model.config), to_json(model.card.preprocess), what, "bf16" if half else "full"]
+    """Hash everything about a model that its values depend on: weights, settings, preprocessing and precision.
+
+    Features do not depend on the head, so a model with another one has the same.
+    """
+    config, tensors = model.config, model.state_dict()
+    if what == "features":
+        config = replace(config, classes=0)
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
+    about: list[object] = [to_json(config), to_json(model.card.preprocess), what, "bf16" if half else "full"]
     about += [] if resize is None else [resize]
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(tensors.items()):
         plain = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
         digest.update(plain.view(-1).view(torch.uint8).numpy())

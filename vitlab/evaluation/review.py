@@ -45,11 +45,13 @@ UNUSUAL = 3.0  # deviations of a robust kind from the median, at which an image 
 
 PROPOSED = 0.75  # cosine at which two images may be copies
 CHECKED = 4_000  # images that are read again to compare them, at most; the most similar first
+COMPARED = 1_000  # pairs that are compared crop by crop, at most; where images are as alike as digits, most would be
 ROUGH, SAME = 0.6, 0.97  # correlation of gray versions: below the first no view is tried, from the second on, copies
 SIDE, CANVAS = 24, 96  # pixels of a view, and of the version that it is cut from
 SCALES, PLACES = (0.95, 0.9), (0.0, 0.25, 0.5, 0.75, 1.0)  # of the crops that are tried
 
 Views = NDArray[np.float32]
+Canvas = NDArray[np.uint8]  # (CANVAS, CANVAS)
 Pair = tuple[int, int, float]  # two images and how much they are alike
 
 
@@ -79,6 +81,21 @@ def review(parts: Sequence[Part], classes: Sequence[str]) -> list[Finding]:
     found += [images.finding(i, OUTLIER, score) for i, score in find_outliers(images.values, images.labels)]
     order = {problem: place for place, problem in enumerate(PROBLEMS)}
     return sorted(found, key=lambda finding: (order[finding.problem], -finding.score))
+
+
+def review_test(parts: Sequence[Part], test: Part, classes: Sequence[str]) -> list[Finding]:
+    """Copies of test images among those of other parts, from the most alike down; with a progress bar.
+
+    Apart from `review`, so that the test images are not looked at before everything is chosen.
+    """
+    images = Reviewed([*parts, test], classes)
+    n, start = len(images.values), int(images.starts[-2])
+    k = min(NEIGHBORS, start)
+    cosines, near = np.full((n, k), np.nan), np.full((n, k), -1)
+    found = nearest(images.values[:start], images.values[start:], k)
+    cosines[start:], near[start:] = (x.numpy() for x in found)
+    pairs = sorted(find_copies(images, cosines, near), key=lambda pair: -pair[2])
+    return [finding for pair in pairs for finding in images.copy_findings(*pair)]
 
 
 class Reviewed:
@@ -203,52 +220,69 @@ def find_copies(images: Reviewed, cosines: Floats, near: Ints) -> list[Pair]:
     proposed = dict.fromkeys(
         (min(i, j), max(i, j)) for i, j in zip(rows[order].tolist(), near[rows, places][order].tolist(), strict=True)
     )
-    canvases: dict[int, Image.Image | None] = {}
-    pairs = []
+    canvases: dict[int, Canvas | None] = {}
+    pairs, left = [], COMPARED
     with progress("copies", len(proposed)) as advance:
         for i, j in proposed:
             new = [index for index in (i, j) if index not in canvases]
             if len(canvases) + len(new) <= CHECKED:
                 canvases |= {index: canvas(images, index) for index in new}
             one, other = canvases.get(i), canvases.get(j)
-            if one is not None and other is not None and (score := alike(one, other)) >= SAME:
-                pairs.append((i, j, score))
+            if one is not None and other is not None:
+                score = alike(one, other)
+                if ROUGH <= score < SAME and left:
+                    score, left = alike_in_crops(one, other), left - 1
+                if score >= SAME:
+                    pairs.append((i, j, score))
             advance(1)
     return pairs
 
 
-def canvas(images: Reviewed, index: int) -> Image.Image | None:
+def canvas(images: Reviewed, index: int) -> Canvas | None:
     """A small gray version of an image, stretched to a square; None where it cannot be read any more."""
     part, place = images.find(index)
     try:
         image = part.source.image(place, lambda size: min(size) / CANVAS)
     except BrokenImage:
         return None
-    return image.convert("L").resize((CANVAS, CANVAS), Image.Resampling.BOX)
+    return np.asarray(image.convert("L").resize((CANVAS, CANVAS), Image.Resampling.BOX))
 
 
-def alike(one: Image.Image, other: Image.Image) -> float:
+def alike(one: Canvas, other: Canvas) -> float:
+    """The higher correlation of one image with the other and with its reflection."""
+    first = views(one, FULL)
+    return max(float((first @ views(turned, FULL).T).max()) for turned in (other, other[:, ::-1]))
+
+
+def alike_in_crops(one: Canvas, other: Canvas) -> float:
     """The highest correlation of one image with a slight crop of the other or its reflection, or the reverse."""
-    best = 0.0
-    for turned in (other, other.transpose(Image.Transpose.FLIP_LEFT_RIGHT)):
-        first, second = view(one), view(turned)
-        rough = float(first @ second)
-        if ROUGH <= rough < SAME:
-            rough = max(rough, float((views(turned) @ first).max()), float((views(one) @ second).max()))
-        best = max(best, rough)
-    return best
+    full, crops = views(one, FULL), views(one, CROPS)
+    return max(
+        float(max((views(turned, CROPS) @ full.T).max(), (crops @ views(turned, FULL).T).max()))
+        for turned in (other, other[:, ::-1])
+    )
 
 
-def views(image: Image.Image) -> Views:
-    """Crops of a canvas, (v, SIDE²)."""
-    return np.stack([view(image, x, y, scale) for scale in SCALES for x in PLACES for y in PLACES])
+def views(image: Canvas, strips: Sequence[Views]) -> Views:
+    """Crops of a canvas, (v, SIDE²), of mean zero and length one, so that products are correlations.
+
+    `strips` are matrices (p, SIDE, CANVAS), one for each size of a crop, that take means over p places along a side.
+    """
+    pixels = image.astype(np.float32)
+    found = [(strip[:, None] @ (strip @ pixels.T).swapaxes(1, 2)[None]).reshape(-1, SIDE * SIDE) for strip in strips]
+    rows = np.concatenate(found)
+    rows -= rows.mean(1, keepdims=True)
+    return np.asarray(rows / np.maximum(1e-3, np.linalg.norm(rows, axis=1, keepdims=True)), np.float32)
 
 
-def view(image: Image.Image, x: float = 0, y: float = 0, scale: float = 1) -> Views:
-    """A crop of a canvas, (SIDE²,), with mean zero and length one, so that products are correlations."""
-    side = CANVAS * scale
-    left, top = (CANVAS - side) * x, (CANVAS - side) * y
-    cut = image.resize((SIDE, SIDE), Image.Resampling.BOX, (left, top, left + side, top + side))
-    pixels = np.asarray(cut, np.float32).ravel()
-    pixels = pixels - pixels.mean()
-    return pixels / max(1e-3, float(np.linalg.norm(pixels)))
+def strip(scale: float, places: Sequence[float]) -> Views:
+    """Means over SIDE equal lengths of a part of CANVAS pixels, as matrices (p, SIDE, CANVAS) for p places of it."""
+    length = CANVAS * scale / SIDE
+    pixels = np.arange(CANVAS)
+    starts = (CANVAS * (1 - scale) * np.array(places))[:, None] + length * np.arange(SIDE)  # (p, SIDE)
+    low, high = np.maximum(starts[..., None], pixels), np.minimum(starts[..., None] + length, pixels + 1)
+    return (np.maximum(0, high - low) / length).astype(np.float32)
+
+
+FULL = [strip(1, [0])]
+CROPS = [strip(scale, PLACES) for scale in SCALES]

@@ -18,12 +18,12 @@ import numpy as np
 from rich.console import Console
 
 from vitlab.data.review_file import NAME as REVIEW
-from vitlab.data.review_file import write_review
+from vitlab.data.review_file import read_review, write_review
 from vitlab.data.source import Data
 from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import head_logits
 from vitlab.evaluation.extract import extract
-from vitlab.evaluation.review import Part, make_part, review
+from vitlab.evaluation.review import Part, make_part, review, review_test
 from vitlab.evaluation.temperature import fit_temperature
 from vitlab.evaluation.unknown import fit_unknown
 from vitlab.finetuning.budget import Budget
@@ -79,6 +79,10 @@ class Run:
     def device(self) -> str:
         return self.plan.recipe.device
 
+    def features(self, tuned: bool) -> Path:
+        """Where features of the frozen or the fine-tuned weights are kept."""
+        return self.out / "features" / ("tuned" if tuned else "frozen")
+
     def begin(self, resume: bool) -> Stages:
         """The first stage, or what is known of it where it is done; only the first process comes here."""
         stages = read_stages(self.out)
@@ -95,7 +99,8 @@ class Run:
         """Features, heads, the model and its report."""
         plan, data, model = self.plan, self.plan.data, self.plan.model
         self.out.mkdir(parents=True, exist_ok=True)
-        features = frozen_features(model, data, self.out / "features", self.device)
+        keep = self.features(tuned=False)
+        features = frozen_features(model, data, keep, self.device)
         heads = fit_heads(features, len(data.classes))
         images = len(data.train) + len(data.validation or ())
         about = f"logistic head on frozen features of {images} images, l2 {heads.chosen.l2:g}"
@@ -134,7 +139,7 @@ class Run:
             + ("; every class weighs the same, which helps the rare ones" if heads.balanced else "")
         )
         if steps:
-            self.report(dataclasses.replace(data, test=data.validation or data.test), "validation")
+            self.report(dataclasses.replace(data, test=data.validation or data.test), "validation", keep)
         else:
             self.print(f"{duration(plan.seconds)} are too short to fine-tune as well: the head is the result")
         findings = review(parts_of(data, features, heads), data.classes)  # after the report: it reads images again
@@ -167,14 +172,14 @@ class Run:
         """Compare the best checkpoint with the head on the validation images."""
         data = self.plan.data
         assert data.validation is not None
-        best = load(self.out / "checkpoints" / "best")
-        held = extract(best, data.validation, device=self.device, title="validation features")
+        best, keep = load(self.out / "checkpoints" / "best"), self.features(tuned=True)
+        held = extract(best, data.validation, device=self.device, keep=keep, title="validation features")
         logits = head_logits(best, held.values)
         accuracy = float((logits.argmax(1) == held.labels).mean())
         spent = stages.spent + time.monotonic() - started
         stages = dataclasses.replace(stages, tuned=accuracy, spent=spent)
         if stages.improved:
-            seen = extract(best, data.train, device=self.device, title="training features")
+            seen = extract(best, data.train, device=self.device, keep=keep, title="training features")
             temperature, unknown = fit_temperature(logits, held.labels).value, fit_unknown(seen, held)
             best.card = dataclasses.replace(best.card, temperature=temperature, unknown=unknown)
             save(best, self.out)
@@ -187,14 +192,30 @@ class Run:
         """The report on the test images, by the first process, after the group of processes has ended."""
         stages, report = dataclasses.replace(stages, finished=True), None
         if self.cluster.first:
-            report = self.report(self.plan.data, "test")
+            keep = self.features(stages.improved)
+            self.review_test(keep)
+            report = self.report(self.plan.data, "test", keep)
             write_stages(self.out, stages)
         return Finetuned(self.out, stages, report)
 
-    def report(self, data: Data, split: str) -> Report | None:
+    def review_test(self, keep: Path) -> None:
+        """Add copies of test images to the review, to which the user may have added decisions by now."""
+        data, model = self.plan.data, load(self.out)
+        parts = []
+        for split, source in data.splits.items():
+            title = f"{split} features"  # all but those of the test are there already
+            found = extract(model, source, device=self.device, keep=keep, title=title, broken_limit=1)
+            parts.append(make_part(split, source, found, None))
+        test = next(part for part in parts if part.split == "test")
+        new = review_test([part for part in parts if part is not test], test, data.classes)
+        if new:
+            write_review(self.out / REVIEW, [*read_review(self.out / REVIEW), *new])
+            self.print(f"the test is too easy by {len(new)} copies of its images; they are in {self.out / REVIEW} too")
+
+    def report(self, data: Data, split: str, keep: Path) -> Report | None:
         """Write the report. The model is saved by now, so an error here is a note."""
         try:
-            return write_report(self.out, data, split=split, device=self.device)
+            return write_report(self.out, data, split=split, device=self.device, keep=keep)
         except (UserError, OSError) as error:
             later = f"`vitlab report {self.out}` writes it later"
             self.print(f"the model is saved, but there is no report: {error}; {later}")

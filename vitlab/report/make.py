@@ -46,14 +46,19 @@ class Report:
 
 
 def write_report(
-    run: str | Path, data: str | Data | None = None, *, split: str = "test", device: str = "auto"
+    run: str | Path,
+    data: str | Data | None = None,
+    *,
+    split: str = "test",
+    device: str = "auto",
+    keep: Path | None = None,
 ) -> Report:
     """Write RUN/report.html, complete or not at all.
 
     `data` is what the model is tested on, by default the test split of the set it was trained on, if it is a built-in
     one or this user started the run. A model without a head, as from masked patch prediction, is not tested, and its
-    report is shorter. `split` names the images that `data.test` holds. Raises UserError if the run is not
-    finished, or its data or the report cannot be opened.
+    report is shorter. `split` names the images that `data.test` holds. `keep` is a folder of features that are
+    computed already. Raises UserError if the run is not finished, or its data or the report cannot be opened.
     """
     folder = Path(run).expanduser()
     with style.drawing():  # fail early where matplotlib is missing
@@ -64,20 +69,20 @@ def write_report(
         if history.recipe.review is not None:
             check_trusted_review(history.recipe.review, folder / RECIPE)
     with memory_errors(f"making the report of {run}", "close other programs, or use --device cpu"):
-        page, scores = make_page(str(run), folder, history, data, split, device)
+        page, scores = make_page(str(run), folder, history, data, split, device, keep)
     write_text(folder / NAME, page)
     return Report(folder / NAME, scores)
 
 
 def make_page(
-    run: str, folder: Path, history: History, data: str | Data | None, split: str, device: str
+    run: str, folder: Path, history: History, data: str | Data | None, split: str, device: str, keep: Path | None
 ) -> tuple[str, Evaluation | MultiEvaluation | None]:
     model = load(folder)
     opened = data if isinstance(data, Data) else open_run_data(history.recipe, data)
     size = (folder / WEIGHTS).stat().st_size
     subject = Subject(run, history, model.config, opened, cost(lambda: build(model.config)), size, read_stages(folder))
     start = time.monotonic()
-    scores = score_model(model, opened.test, device) if model.config.classes else None
+    scores = score_model(model, opened.test, device, keep) if model.config.classes else None
     tested = Tested(scores, time.monotonic() - start, split) if scores else None
     single = scores if isinstance(scores, Evaluation) else None
     with progress("report", 5 + MOST) as done:
@@ -91,11 +96,13 @@ def make_page(
     return render(subject, tested, mistakes, figures, worth_a_look(findings, opened)), scores
 
 
-def score_model(model: Model, source: ImageSource, device: str) -> Evaluation | MultiEvaluation:
+def score_model(
+    model: Model, source: ImageSource, device: str, keep: Path | None = None
+) -> Evaluation | MultiEvaluation:
     """Scores on the images that can be read, however few: a finished run has a report."""
     if model.card.thresholds is not None:
-        return evaluate_sets(model, source, device=device, broken_limit=1)
-    return evaluate(model, source, device=device, broken_limit=1)
+        return evaluate_sets(model, source, device=device, keep=keep, broken_limit=1)
+    return evaluate(model, source, device=device, keep=keep, broken_limit=1)
 
 
 def open_run_data(recipe: Recipe, spec: str | None) -> Data:
