@@ -126,7 +126,8 @@ def first_stage(given: Any, row: dict[str, Any], folder: Path) -> Test:
     from vitlab.finetuning.head import fit_heads, frozen_features
 
     plan = plan_of(given, row)
-    heads = fit_heads(frozen_features(plan.model, plan.data, folder, given.device), len(plan.data.classes))
+    features = frozen_features(plan.model, plan.data, folder, {"device": given.device})
+    heads = fit_heads(features, len(plan.data.classes))
 
     def test() -> float:
         found = extract(plan.model, plan.data.test, device=given.device)
@@ -143,7 +144,7 @@ def staged(given: Any, row: dict[str, Any], folder: Path) -> Test:
     held = 0 if data.validation is None else len(data.validation)
     spent = START + given.pace * (len(data.train) + held)
     free = given.pace * len(data.test)  # testing is left out
-    steps = Budget(60 * given.minutes + free, given.pace).steps(data, spent)
+    steps = Budget(60 * given.minutes + free, given.pace).steps(data, len(data.train) + held, spent, BATCH)
     return command(given, row, folder, *([f"steps={steps}"] if steps else ["--minutes", "0.01"]))
 
 

@@ -192,8 +192,8 @@ def test_evaluation_and_report_count_the_refused(run: Path) -> None:
     assert summary["accuracy_of_others"]["value"] == pytest.approx(right[~bad].mean())
     assert found.to_json()["refused"] == summary
     sections: Any = templates().get_template("sections.html").module
-    assert f"it refuses {bad.sum()}," in " ".join(str(sections.refusals(found)).split())
-    assert str(sections.refusals(replace(found, distances=None, refuse=None))).strip() == ""
+    assert f"it refuses {bad.sum()}," in " ".join(str(sections.refusals(found, "test")).split())
+    assert str(sections.refusals(replace(found, distances=None, refuse=None), "test")).strip() == ""
 
 
 @pytest.mark.slow

@@ -321,7 +321,7 @@ def test_models_of_the_paper_are_called_by_their_names(name: str) -> None:
 def test_descriptions() -> None:
     assert [si_number(n) for n in (853, 85_798_656, 4.258e21)] == ["853", "85.8 M", "4.26e+03 E"]
     frozen = dataclasses.replace(SMALL, freeze="body", optimizer="sgd", decay="constant", warmup=0, ema=0.0)
-    text = describe_recipe(frozen, 64)
+    text = describe_recipe(frozen, 64, frozen.steps or 0)
     assert text.startswith("Only the head was trained for 40 steps of 64 images (each training image about 40 times)")
     assert "SGD with a learning rate of 0.005. Images were cropped to 80 to 100 % of their area." in text
 

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from vitlab.errors import UserError
 from vitlab.evaluation import unknown as module
 from vitlab.evaluation.cross_validation import deal_folds
 from vitlab.evaluation.extract import Features, extract
-from vitlab.evaluation.unknown import FOLDS, auroc, covariance, fit_classes, fit_unknown, out_of_fold
+from vitlab.evaluation.unknown import FOLDS, auroc, covariance, fit_classes, out_of_fold
 from vitlab.models.unknown import FAR, Unknown, conformal_limit
 
 D, CLASSES = 6, 40
@@ -42,6 +43,12 @@ class World:
         noise = self.rng.multivariate_normal(np.zeros(D), self.within, len(means) * each)
         labels = np.repeat(np.arange(len(means)), each)
         return Features((means[labels] + noise).astype(np.float32), labels)
+
+
+def fit_unknown(*given: Any, **settings: Any) -> Unknown:
+    found = module.fit_unknown(*given, **settings)
+    assert found is not None
+    return found
 
 
 def by_scipy(
@@ -123,9 +130,6 @@ def test_the_limit_is_a_conformal_quantile() -> None:
     assert conformal_limit(values[:18], 0.05) == float("inf")
     assert conformal_limit(values[:9], 0.1) == 9
     assert conformal_limit(values[:0], 0.5) == float("inf")
-    world = World()
-    few = fit_unknown(world.images(world.means, 5), world.images(world.means[:18], 1))
-    assert (few.distances(1e3 * torch.ones(2, D)) == 0).all()
 
 
 def test_the_scale_of_distances() -> None:
@@ -185,10 +189,14 @@ def test_folds_spread_over_each_class_and_leave_their_images_out() -> None:
     assert sorted(out_of_fold(fit, data)) == list(range(67)) == sorted(seen)  # the last is alone in its class
 
 
-def test_what_cannot_be_fitted_is_one_error() -> None:
+def test_what_cannot_be_fitted_is_none() -> None:
     world = World()
-    with pytest.raises(UserError, match="each class has one image"):
-        fit_unknown(world.images(world.means, 1))
+    train = world.images(world.means, 5)
+    assert module.fit_unknown(world.images(world.means, 1)) is None
+    assert module.fit_unknown(train, world.images(world.means[:18], 1)) is None  # too few to promise 5 %
+    assert module.fit_unknown(train, world.images(world.means[:19], 1)) is not None
+    same = Features(np.repeat(world.means, 5, 0).astype(np.float32), np.repeat(np.arange(len(world.means)), 5))
+    assert module.fit_unknown(same) is None
     for rate in (0.0, 1.0, -1.0):
         with pytest.raises(UserError, match="share of false refusals"):
             fit_unknown(world.images(world.means, 3), rate=rate)

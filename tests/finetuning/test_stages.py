@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from vitlab.data.open import open_data
 from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import evaluate
 from vitlab.evaluation.extract import extract
-from vitlab.finetuning import finetune, run
+from vitlab.finetuning import Finetuned, finetune, run
 from vitlab.finetuning.budget import ENOUGH, LEAST, Budget
 from vitlab.finetuning.head import FrozenFeatures, fit_heads, set_head
 from vitlab.finetuning.plan import Plan, make_plan
@@ -23,7 +24,7 @@ from vitlab.predict import Classifier
 from vitlab.training.stages import read_stages
 
 QUIET = Console(quiet=True)
-SMALL = ["device=cpu", "subset=0.3", "workers=0"]
+SMALL = ["device=cpu", "subset=0.2", "workers=0"]
 
 
 @pytest.fixture(scope="module")
@@ -88,21 +89,28 @@ def test_the_better_stage_is_kept(tmp_path: Path, weights: str) -> None:
     assert any("validation" in record for record in records)
 
 
-@pytest.mark.slow
-def test_a_run_killed_after_the_first_stage_is_usable_and_continues(
-    tmp_path: Path, weights: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Killed(BaseException):
-        """Stands for SIGKILL."""
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, name: str, plan: Plan, out: Path, place: Any = run) -> None:
+    """Run the plan until it calls a function for the first time."""
 
     def killed(*_: Any, **__: Any) -> None:
         raise Killed
 
-    out = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(run, "train", killed)
+        patch.setattr(place, name, killed)
         with pytest.raises(Killed):
-            finetune(plan_for(weights, "steps=4"), out, console=QUIET)
+            finetune(plan, out, console=QUIET)
+
+
+@pytest.mark.slow
+def test_a_run_killed_after_the_first_stage_is_usable_and_continues(
+    tmp_path: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    kill_at(monkeypatch, "train", plan_for(weights, "steps=4"), out)
     assert "validation images right" in (out / "report.html").read_text()
     assert Classifier(str(out), "cpu").labels == plan_for(weights).data.classes
     with pytest.raises(UserError, match="continue it with --resume"):
@@ -118,11 +126,103 @@ def test_a_run_killed_after_the_first_stage_is_usable_and_continues(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, weights: str) -> Finetuned:
+    """A run of two steps that nothing interrupts."""
+    return finetune(plan_for(weights, "steps=2"), tmp_path_factory.mktemp("plain") / "run", console=QUIET)
+
+
+MOMENTS = ["frozen_features", "fit_heads", "fit_unknown", "prepare_run", "write_report", "review", "train", "load"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [*MOMENTS, "head_logits", "review_test"])
+def test_killed_at_any_moment_it_continues_to_the_same_end(
+    tmp_path: Path, weights: str, plain: Finetuned, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Continued in another place and under another name, too."""
+    kill_at(monkeypatch, moment, plan_for(weights, "steps=2"), tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    done = finetune(plan_for(weights, "steps=2"), tmp_path / "moved", resume=True, console=QUIET)
+    assert (done.stages.head, done.stages.tuned) == (plain.stages.head, plain.stages.tuned)
+    first, second = (vitlab.load(folder) for folder in (tmp_path / "moved", plain.folder))
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
+    assert first.card.temperature == second.card.temperature
+    assert (tmp_path / "moved" / "review.csv").read_text() == (plain.folder / "review.csv").read_text()
+    assert "test images right" in (tmp_path / "moved" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_first_report_is_about_images_that_its_model_has_not_seen(
+    tmp_path: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_for(weights, "steps=2")
+    kill_at(monkeypatch, "review", plan, tmp_path / "run")
+    stages = read_stages(tmp_path / "run")
+    assert stages is not None
+    right = round(stages.head * len(plan.data.validation or ()))
+    assert f"It gets {right} of" in " ".join((tmp_path / "run" / "report.html").read_text().split())
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_keeps_the_head(tmp_path: Path, weights: str) -> None:
+    done = finetune(plan_for(weights, "steps=30", "lr=1e18", "clip=0"), tmp_path / "run", console=QUIET)
+    assert done.stages.tuned == 0
+    assert done.report is not None
+    assert accuracy(tmp_path / "run", open_data("digits").test) > 0.6
+
+
+@pytest.mark.slow
+def test_another_plan_does_not_continue_a_run(tmp_path: Path, weights: str) -> None:
+    out = tmp_path / "run"
+    finetune(plan_for(weights, minutes=0.001), out, console=QUIET)
+    other = tmp_path / "weights"
+    vitlab.save(vitlab.load(weights), other)
+    for plan, match in (
+        (plan_for(weights, minutes=5), "has 0.001 minutes"),
+        (plan_for(str(other)), "started from"),
+        (plan_for(weights, "epochs=3"), "another length"),
+        (plan_for(weights, "lr=5"), "another lr"),
+        (plan_for(weights, "seed=1"), "has changed|seed"),
+    ):
+        with pytest.raises(UserError, match=match):
+            finetune(plan, out, resume=True, console=QUIET)
+    assert finetune(plan_for(weights), out, resume=True, console=QUIET).stages.finished
+    (out / "stages.json").unlink()
+    os.mkfifo(out / "stages.json")
+    with pytest.raises(UserError, match="no regular file"):
+        finetune(plan_for(weights), out, resume=True, console=QUIET)
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (3, 3), (5, 2), (1, 4)])
+def test_a_handful_of_photos(tmp_path: Path, weights: str, counts: tuple[int, int]) -> None:
+    digits = open_data("digits").train
+    for label, number in enumerate(counts):
+        (tmp_path / "photos" / str(label)).mkdir(parents=True)
+        for i in np.flatnonzero(digits.labels == label)[:number].tolist():
+            digits.image(i).resize((40, 40)).save(tmp_path / "photos" / str(label) / f"{i}.png")
+    plan = make_plan(str(tmp_path / "photos"), weights, ["device=cpu", "workers=0", "steps=2", "holdout=0.3"], None)
+    if plan is None:  # none is left to choose on
+        assert counts == (2, 3)
+        return
+    done = finetune(plan, tmp_path / "run", console=QUIET)
+    assert done.stages.finished
+    assert Classifier(str(tmp_path / "run"), "cpu").labels == ("0", "1")
+
+
+def test_a_large_set_gets_features_of_a_part() -> None:
+    data = open_data("digits")  # 1,198 and 599 images
+    assert Budget(600, 0.01).rows(data) > len(data.train)
+    slow = Budget(600, 0.5)
+    assert slow.rows(data) == 1000
+    assert Budget(1e5, 10).rows(data) == int(0.3 * (1e4 - 599))
+
+
 def test_the_head_is_the_fit(weights: str) -> None:
     plan = plan_for(weights)
     assert plan.data.validation is not None
     train, held = (extract(plan.model, source, device="cpu") for source in (plan.data.train, plan.data.validation))
-    heads = fit_heads(FrozenFeatures(train, held, 0.01), 10)
+    heads = fit_heads(FrozenFeatures(train, held), 10)
     for linear in (heads.start, heads.final):
         set_head(plan.model, linear)
         logits = extract(plan.model, plan.data.validation, what="logits", device="cpu").values
@@ -130,12 +230,12 @@ def test_the_head_is_the_fit(weights: str) -> None:
     assert heads.start.l2 >= 0.1
 
 
-def test_speed_changes_the_length_and_nothing_else(weights: str, tmp_path: Path) -> None:
+def test_speed_changes_the_length_and_nothing_else(weights: str) -> None:
     plan = plan_for(weights)
     idle, busy = Budget(600, 0.01), Budget(600, 0.03)
-    steps = [budget.steps(plan.data, 20) for budget in (idle, busy)]
+    steps = [budget.steps(plan.data, 500, 20, 32) for budget in (idle, busy)]
     assert steps[0] >= steps[1] > 0
-    recipes = [plan.tuning(tmp_path, number, balanced=False) for number in steps]
+    recipes = [plan.tuning(number, balanced=False) for number in steps]
     same = [dataclasses.replace(recipe, steps=1, warmup=0) for recipe in recipes]
     assert same[0] == same[1]
 
@@ -145,8 +245,8 @@ def test_a_budget_is_kept(weights: str) -> None:
     for seconds in (60.0, 600.0):
         for image in (0.001, 0.02, 0.1):
             budget = Budget(seconds, image)
-            steps = budget.steps(data, 30)
+            steps = budget.steps(data, 500, 30, 32)
             seen = steps * 32
             assert seen == 0 or LEAST - 32 <= seen <= max(ENOUGH, 12 * len(data.train))
             if seen:
-                assert 30 + seen * 3 * image + budget.closing(data) <= seconds
+                assert 30 + seen * 3 * image + budget.closing(data, 500) <= seconds

@@ -11,13 +11,14 @@ from rich.console import Console
 from small_runs import SMALL, few_digits, plain_run, records, train_small
 from torch import Tensor
 
+import vitlab
 from vitlab.data.loader import TrainLoader
 from vitlab.errors import UserError
-from vitlab.training.loop import train
+from vitlab.training.loop import Stage, train
 from vitlab.training.optim import learning_rate
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, change
-from vitlab.training.setup import divisors, fit_micro, prepare_run
+from vitlab.training.setup import divisors, fit_micro, initial_model, prepare_run
 from vitlab.training.trainer import Trainer
 from vitlab.weights import load
 
@@ -232,8 +233,16 @@ def test_patience_ends_a_run_that_no_longer_improves(tmp_path: Path) -> None:
     assert again.report["accuracy"] == records(tmp_path / "run")[-1]["test"]["accuracy"]
 
 
+def saved_start(folder: Path) -> Path:
+    """The model of the recipe, saved."""
+    data = few_digits()
+    vitlab.save(initial_model(SMALL, data)[0], folder / "start")
+    return folder / "start"
+
+
 def test_a_stage_leaves_its_best_and_no_model(tmp_path: Path) -> None:
-    result = train(SMALL, tmp_path / "run", console=Console(quiet=True), data=few_digits(), only_best=True)
+    start = saved_start(tmp_path)
+    result = train(SMALL, tmp_path / "run", console=Console(quiet=True), data=few_digits(), stage=Stage(start))
     assert (tmp_path / "run" / "checkpoints" / "best").exists()
     assert not (tmp_path / "run" / "model.safetensors").exists()
     assert not any("test" in record for record in records(tmp_path / "run"))
@@ -242,7 +251,7 @@ def test_a_stage_leaves_its_best_and_no_model(tmp_path: Path) -> None:
 
 
 def test_a_deadline_ends_a_run_with_a_validation(tmp_path: Path) -> None:
-    quiet = Console(quiet=True)
-    train(SMALL, tmp_path / "run", console=quiet, data=few_digits(), only_best=True, deadline=time.monotonic())
+    stage = Stage(saved_start(tmp_path), time.monotonic())
+    train(SMALL, tmp_path / "run", console=Console(quiet=True), data=few_digits(), stage=stage)
     assert validations(tmp_path / "run") == [1]
     assert (tmp_path / "run" / "checkpoints" / "best").exists()

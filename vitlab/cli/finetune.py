@@ -39,36 +39,35 @@ def finetune(
 ) -> None:
     """Make a classifier of your classes: a head on frozen features first, then fine-tuning in the time that is left.
 
-    The model and its report are there after the first stage. Fine-tuning is kept if it is better on held-out images.
+    The model and its report are there after the first stage. Fine-tuning is kept if it is no worse on held-out images.
     """
     with stoppable(STOPPED_EARLY):
         from vitlab.device import memory_errors
-        from vitlab.training.parallel import is_restarted, process_group
+        from vitlab.training.parallel import is_restarted
         from vitlab.training.setup import recipe_to_resume
-        from vitlab.training.stages import STAGES
+        from vitlab.training.stages import is_staged
 
         pairs, resume = [*(settings or []), *([f"review={apply}"] if apply else [])], resume or is_restarted()
         given = [f"data={data}", *([f"weights={weights}"] if weights else []), *pairs]
-        stages = (out / STAGES).exists()
-        if resume and not stages and (stored := recipe_to_resume(out, given)) is not None:
+        if resume and not is_staged(out) and (stored := recipe_to_resume(out, given)) is not None:
             train_and_report(stored, out, resume, accept)
             return
-        device = next((pair.removeprefix("device=") for pair in reversed(pairs) if pair.startswith("device=")), "auto")
         fix = "give smaller weights with --weights, or set a smaller image_size"
-        with process_group(device), memory_errors("looking at the data and the model", fix):
+        with memory_errors("looking at the data and the model", fix):
             plan = None if paper else make_plan(data, weights, pairs, minutes)
-            if plan is not None:
-                run_stages(plan, out, resume, accept)
-                return
+        if plan is None:
             finetune_in_one(data, weights, pairs, out, resume, accept)
+        else:
+            run_stages(plan, out, resume, accept)
 
 
 def make_plan(data: str, weights: str | None, pairs: list[str], minutes: float | None) -> "Plan | None":
     """A plan in stages for these images and this machine, printed; None where there are no stages."""
     from vitlab.finetuning import plan as plans
+    from vitlab.training.parallel import is_first
 
     plan = plans.make_plan(data, weights, pairs, minutes)
-    if plan is not None:
+    if plan is not None and is_first():
         show(plan.lines, plan.warnings)
     return plan
 
@@ -86,10 +85,12 @@ def run_stages(plan: "Plan", out: Path, resume: bool, accept: bool) -> None:
 
 def finetune_in_one(data: str, weights: str | None, pairs: list[str], out: Path, resume: bool, accept: bool) -> None:
     """Fine-tuning without a first stage: several labels per image, no weights, or the paper's recipe."""
+    from vitlab.device import memory_errors
     from vitlab.training.parallel import process_group
 
     device = next((pair.removeprefix("device=") for pair in reversed(pairs) if pair.startswith("device=")), "auto")
-    with process_group(device) as cluster:
+    fix = "give smaller weights with --weights, or set a smaller image_size"
+    with process_group(device) as cluster, memory_errors("looking at the data and the model", fix):
         recipe = cluster.agree(lambda: choose_recipe(data, weights, pairs))
         result = train_run(recipe, out, resume, accept)
     write_run_report(result, recipe.device)

@@ -16,6 +16,7 @@ import numpy as np
 from vitlab.data.balance import class_weights
 from vitlab.data.rng import HOLDOUT, Floats, Ints, keys
 from vitlab.evaluation.extract import Device, Features
+from vitlab.evaluation.piece_cache import Values
 from vitlab.evaluation.probe import Linear, Trial, logistic
 from vitlab.terminal import progress
 
@@ -30,7 +31,7 @@ class CrossValidation:
 
     tried: tuple[Trial, ...]
     l2: float
-    logits: Floats  # (n, K)
+    logits: Values  # (n, K)
 
     @property
     def accuracy(self) -> float:
@@ -66,26 +67,28 @@ def cross_validate(
     With `balanced`, every class has the same weight in the fits, however many images it has.
     """
     order = sorted(set(penalties), reverse=True)
-    logits = np.empty((len(order), len(train.labels), classes))
-    steady = np.ones(len(order), bool)
-    fold = deal_folds(train.labels)
+    hits, steady = np.zeros(len(order), np.int64), np.ones(len(order), bool)
+    fold, fits = deal_folds(train.labels), dict[int, list[Linear]]()
     with progress("head", FOLDS * len(order)) as advance:
         for held in range(FOLDS):
             aside = fold == held
             if not aside.any() or aside.all():
                 continue
+            x, y, fits[held] = train.values[~aside], train.labels[~aside], []
+            weights = row_weights(y, classes) if balanced else None
             fitted: Linear | None = None
             for row, l2 in enumerate(order):  # the strongest converges soonest; each starts from the one before
-                x, y = train.values[~aside], train.labels[~aside]
-                weights = row_weights(y, classes) if balanced else None
                 fitted = logistic(x, y, classes, l2, weights=weights, start=fitted, device=device, tolerance=TOLERANCE)
+                fits[held].append(fitted)
                 steady[row] &= fitted.slope <= TOLERANCE
-                logits[row, aside] = fitted.scores(train.values[aside]).cpu().numpy()
+                hits[row] += (fitted.guesses(train.values[aside]) == train.labels[aside]).sum()
                 advance(1)
-    hits = (logits.argmax(2) == train.labels).sum(1)
     best = int(hits.argmax())  # of equals the first: the strongest
+    logits = np.zeros((len(fold), classes), np.float32)
+    for held, fitted_to in fits.items():
+        logits[fold == held] = fitted_to[best].scores(train.values[fold == held]).cpu().numpy()
     trials = (Trial(l2, int(h), len(fold), bool(s)) for l2, h, s in zip(order, hits, steady, strict=True))
-    return CrossValidation(tuple(trials), order[best], logits[best])
+    return CrossValidation(tuple(trials), order[best], logits)
 
 
 def row_weights(labels: Ints, classes: int) -> Floats:

@@ -116,7 +116,7 @@ def extract_values(
     UserErrors.
     """
     target = pick_device(device)
-    usual, most = GPU_SIZES if target.type == "cuda" else CPU_SIZES
+    usual, most = sizes(target)
     size = usual if batch is None else batch
     check_extract(model, source, what, size)
     framed = (source, model.card.preprocess) if resize is None else stretch_images(model, source, resize)
@@ -150,6 +150,11 @@ def extract_values(
                     if cache is not None:
                         cache.write(span, values)
     return leave_out_broken(values, source, broken_limit)
+
+
+def sizes(device: torch.device) -> tuple[int, int]:
+    """Images of a batch and of a piece, by default."""
+    return GPU_SIZES if device.type == "cuda" else CPU_SIZES
 
 
 def read_piece(cache: PieceCache, span: range, values: Values, advance: Callable[[int], None]) -> bool:

@@ -23,22 +23,31 @@ FOLDS = 10  # with fewer, classes have visibly fewer images than in the fit to a
 Strangeness = Callable[[Values], Floats]  # of features (m, D): numbers (m,), higher for stranger images
 
 
-def fit_unknown(train: Features, held_out: Features | None = None, rate: float = RATE) -> Unknown:
+def fit_unknown(train: Features, held_out: Features | None = None, rate: float = RATE) -> Unknown | None:
     """Fit to training images; the limit refuses the share `rate` of images like the held-out ones.
 
     The held-out images must be new to the model: those that it was trained on are less strange than any others. Without
     any, each training image is held out in turn, a tenth at a time: that is right where the features were not trained
-    on these images, as those of a frozen body.
+    on these images, as those of a frozen body. None where there are too few images for that rate, or where those of
+    each class are all the same.
     """
     if not 0 < rate < 1:
         raise UserError(f"the share of false refusals must be above 0 and below 1, not {rate:g}")
     train = draw_images(train)
-    fitted = fit_classes(train.values, train.labels)
-    if held_out is None:
-        strange = out_of_fold(fit_strangeness, train)
-    else:
-        strange = fitted.strangeness(torch.from_numpy(held_out.values)).numpy().astype(np.float64)
-    return replace(fitted, held_out=torch.from_numpy(np.sort(strange)).float(), rate=rate)
+    try:
+        fitted = fit_classes(train.values, train.labels)
+        if held_out is None:
+            strange = out_of_fold(fit_strangeness, train)
+        else:
+            strange = fitted.strangeness(torch.from_numpy(held_out.values)).numpy().astype(np.float64)
+    except NoSpread:
+        return None
+    found = replace(fitted, held_out=torch.from_numpy(np.sort(strange)).float(), rate=rate)
+    return found if found.limit < np.inf else None
+
+
+class NoSpread(ValueError):
+    """The images of each class do not differ."""
 
 
 def draw_images(data: Features) -> Features:
@@ -63,13 +72,13 @@ def fit_classes(features: Values, labels: Ints) -> Unknown:
     """
     names, place, counts = np.unique(labels, return_inverse=True, return_counts=True)
     n, c = len(labels), len(names)
-    if n == c:
-        raise UserError('each class has one image, and "none of these" needs the differences within classes; add more')
     means = np.zeros((c, features.shape[1]))
     np.add.at(means, place, features)
     means /= counts[:, None]
-    within = covariance(features - means[place]) * n / (n - c)
-    values, vectors = np.linalg.eigh(within)
+    inner = features - means[place]
+    if n == c or np.abs(inner).max() < 1e-6 * np.abs(features).max():
+        raise NoSpread
+    values, vectors = np.linalg.eigh(covariance(inner) * n / (n - c))
     whitening = vectors / np.sqrt(np.maximum(values, 1e-12 * values[-1]))
     center = means.mean(0)
     white = (means - center) @ whitening

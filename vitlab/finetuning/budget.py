@@ -1,4 +1,4 @@
-"""How long to fine-tune: by the minutes there are and the speed of the first stage, which was measured on the data."""
+"""How long to fine-tune: by the minutes there are and the speed on the first images of the very data."""
 
 from dataclasses import dataclass
 
@@ -11,6 +11,9 @@ ENOUGH = 8_000  # images: seeing more of a small set brings nothing; see docs/fi
 EPOCHS = 12  # of a large set
 LEAST = 1_000  # images: below that, fine-tuning brings less than the head has
 BATCH = 32
+FEATURES = 0.3  # share of the time, testing aside, in which frozen features are computed; of large sets, of a part
+FEWEST = 1_000  # images that have features, however short the time is
+DRAWING = 100  # forward passes that take as long as the first report and the review
 SLACK = 1.1  # share of the budget at which fine-tuning ends wherever it is
 
 
@@ -21,20 +24,24 @@ class Budget:
     seconds: float
     image: float
 
-    def closing(self, data: Data) -> float:
-        """Seconds at the end: features of the fine-tuned model for all images that it learned from, and the test."""
-        held = 0 if data.validation is None else len(data.validation)
-        return self.image * (len(data.train) + 2 * held + len(data.test))
+    def rows(self, data: Data) -> int:
+        """How many of the training and validation images get features."""
+        return max(FEWEST, int(FEATURES * (self.seconds / self.image - len(data.test))))
 
-    def steps(self, data: Data, spent: float) -> int:
+    def closing(self, data: Data, known: int) -> float:
+        """Seconds at the end: features of the fine-tuned model for the images that had frozen ones, and the test."""
+        held = 0 if data.validation is None else len(data.validation)
+        return self.image * (known + min(held, known) + len(data.test))
+
+    def steps(self, data: Data, known: int, spent: float, batch: int) -> int:
         """Steps of fine-tuning that fit into what is left; 0 if those are too few to bring anything."""
         n, held = len(data.train), 0 if data.validation is None else len(data.validation)
-        left = self.seconds - spent - self.closing(data)
+        left = self.seconds - spent - DRAWING * self.image - self.closing(data, known)
         most = min(max(ENOUGH, EPOCHS * n), left / (TRAIN * self.image))
         tests = evaluations(int(max(0, most)), held) * held if held else 0
         seen = min(max(ENOUGH, EPOCHS * n), (left - tests * self.image) / (TRAIN * self.image))
-        return int(seen // BATCH) if seen >= LEAST else 0
+        return int(seen // batch) if seen >= LEAST else 0
 
-    def deadline(self, data: Data, spent: float) -> float:
+    def deadline(self, data: Data, known: int, spent: float) -> float:
         """Seconds from now at which fine-tuning has to end, so that the command does in time."""
-        return max(0.0, SLACK * self.seconds - spent - self.closing(data))
+        return max(0.0, SLACK * self.seconds - spent - self.closing(data, known))

@@ -1,49 +1,57 @@
-"""The first stage: frozen features of every image, once, and logistic heads on them.
+"""The first stage: frozen features of the images, once, and logistic heads on them.
 
 Shapes: n images, D width of the features, K classes.
 """
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
-from vitlab.data.source import Data
+from vitlab.data.balance import Balance
+from vitlab.data.source import Data, Subset
+from vitlab.device import pick_device
 from vitlab.evaluation.cross_validation import CrossValidation, cross_validate, row_weights
-from vitlab.evaluation.extract import Features, extract
+from vitlab.evaluation.extract import ExtractOptions, Features, extract, sizes
 from vitlab.evaluation.probe import Linear, logistic
 from vitlab.models.variants import Model
 
 UNEVEN = 2.0  # times as many images in the largest class as in the smallest, from which balancing is tried
 GAIN = 0.005  # of the mean F1, by which balancing is chosen
+LARGE = 2_000_000  # logits: below that, a fit is no faster on a GPU
 SOFT = 0.1  # least penalty of the head that fine-tuning starts from: a confident head leaves nothing to learn
 
 
 @dataclass(frozen=True)
 class FrozenFeatures:
-    """Features of the training and validation images, and the seconds that one image takes, decoding included."""
+    """Features of the training and validation images."""
 
     train: Features
     validation: Features
-    seconds: float
 
-    @property
+    @cached_property
     def all(self) -> Features:
         values = np.concatenate([self.train.values, self.validation.values])
         return Features(values, np.concatenate([self.train.labels, self.validation.labels]))
 
 
-def frozen_features(model: Model, data: Data, keep: Path, device: str) -> FrozenFeatures:
-    """Compute the features, or read those that are kept already; then the speed is that of reading."""
+def frozen_features(model: Model, data: Data, keep: Path, options: ExtractOptions) -> FrozenFeatures:
+    """Compute the features, or read those that are kept already."""
     assert data.validation is not None
-    began = time.monotonic()
-    images = len(data.train) + len(data.validation)
-    train = extract(model, data.train, device=device, keep=keep, title="training features")
-    validation = extract(model, data.validation, device=device, keep=keep, title="validation features")
-    return FrozenFeatures(train, validation, (time.monotonic() - began) / images)
+    train = extract(model, data.train, keep=keep, title="training features", **options)
+    return FrozenFeatures(train, extract(model, data.validation, keep=keep, title="validation features", **options))
+
+
+def image_seconds(model: Model, data: Data, keep: Path, options: ExtractOptions) -> float:
+    """Seconds of a forward pass with decoding, on the first images; their features are kept, so no time is lost."""
+    _, piece = sizes(pick_device(options["device"]))
+    began, images = time.monotonic(), Subset(data.train, np.arange(min(piece, len(data.train))))
+    extract(model, images, keep=keep, title="first features", **options)
+    return (time.monotonic() - began) / len(images)
 
 
 @dataclass(frozen=True)
@@ -62,14 +70,20 @@ class Heads:
     accuracy: float  # of `alone` on the validation images
 
 
-def fit_heads(features: FrozenFeatures, classes: int) -> Heads:
-    """Choose a penalty, and whether to balance classes of uneven size; fit the heads."""
+def fit_heads(features: FrozenFeatures, classes: int, *, balance: Balance | None = None, device: str = "cpu") -> Heads:
+    """Choose a penalty, and whether to balance classes of uneven size unless `balance` does; fit the heads."""
     train, held = features.train, features.validation
-    chosen, balanced = choose(train, classes)
+    place = pick_device(device) if len(train.labels) * classes > LARGE else torch.device("cpu")
+    place = place if place.type == "cuda" else torch.device("cpu")  # others have no float64
+    if balance is None:
+        chosen, balanced = choose(train, classes, place)
+    else:
+        balanced = balance != "none"
+        chosen = cross_validate(train, classes, balanced=balanced, device=place)
 
     def fit(rows: Features, l2: float, start: Linear | None = None) -> Linear:
         weights = row_weights(rows.labels, classes) if balanced else None
-        return logistic(rows.values, rows.labels, classes, l2, weights=weights, start=start)
+        return logistic(rows.values, rows.labels, classes, l2, weights=weights, start=start, device=place)
 
     alone, soft = fit(train, chosen.l2), max(chosen.l2, SOFT)
     start = alone if soft == chosen.l2 else fit(train, soft)
@@ -77,13 +91,13 @@ def fit_heads(features: FrozenFeatures, classes: int) -> Heads:
     return Heads(chosen, balanced, fit(features.all, chosen.l2, alone), alone, start, accuracy)
 
 
-def choose(train: Features, classes: int) -> tuple[CrossValidation, bool]:
+def choose(train: Features, classes: int, device: torch.device) -> tuple[CrossValidation, bool]:
     """The cross-validation by plain rows or, where classes are uneven and their mean F1 gains by it, balanced ones."""
-    plain = cross_validate(train, classes)
+    plain = cross_validate(train, classes, device=device)
     counts = np.bincount(train.labels, minlength=classes)
     if counts.max() < UNEVEN * counts[counts > 0].min():
         return plain, False
-    balanced = cross_validate(train, classes, balanced=True)
+    balanced = cross_validate(train, classes, balanced=True, device=device)
     gain = balanced.macro_f1(train.labels) - plain.macro_f1(train.labels)
     return (balanced, True) if gain > GAIN else (plain, False)
 

@@ -1,15 +1,17 @@
 """What `vitlab finetune` will do: the data, the weights to start from, the recipe and the time, described in lines."""
 
+import time
 from dataclasses import dataclass
-from pathlib import Path
 
+from vitlab.data.balance import Balance
 from vitlab.data.source import Data
+from vitlab.data.summary import class_warnings
 from vitlab.device import pick_device
 from vitlab.errors import UserError
 from vitlab.finetuning.budget import BATCH, MINUTES
 from vitlab.models.variants import Model, name_of
 from vitlab.text import duration
-from vitlab.training.auto import data_warnings, find_weights, machine
+from vitlab.training.auto import find_weights, machine
 from vitlab.training.recipe import Recipe, change, count_steps, override
 from vitlab.training.recipes import vary
 from vitlab.training.setup import open_recipe_data
@@ -29,25 +31,29 @@ class Plan:
     recipe: Recipe
     pairs: tuple[str, ...]  # the user's own settings
     seconds: float
+    timed: bool  # whether the user gave them
     steps: int | None  # as the user's settings have it; None: by the time
+    balance: Balance | None  # likewise; None: by cross-validation
     lines: tuple[str, ...]
     warnings: tuple[str, ...]
+    began: float  # on the clock of time.monotonic
 
-    def tuning(self, start: Path, steps: int, balanced: bool) -> Recipe:
-        """The recipe of fine-tuning from the weights in a folder."""
-        recipe = change(self.recipe, weights=str(start), head="keep", steps=steps, warmup=steps // 10)
+    def tuning(self, steps: int, balanced: bool) -> Recipe:
+        """The recipe of fine-tuning from a head that was fitted."""
+        recipe = change(self.recipe, head="keep", steps=steps, warmup=steps // 10)
         recipe = change(recipe, compile="auto" if steps * BATCH > COMPILED else "no")
         recipe = change(recipe, balance="weights") if balanced else recipe
-        return override(recipe, [pair for pair in self.pairs if pair.partition("=")[0] not in LENGTH])
+        recipe = override(recipe, [pair for pair in self.pairs if pair.partition("=")[0] not in SETTLED])
+        return change(recipe, warmup=min(recipe.warmup, steps - 1))
 
 
-LENGTH = ("epochs", "steps", "weights", "data")
+SETTLED = ("epochs", "steps", "head", "weights", "data")  # by the plan
 COMPILED = 200_000  # images: in shorter runs compiling takes longer than it saves
 
 
 def make_plan(spec: str, start: str | None, pairs: list[str], minutes: float | None) -> Plan | None:
     """The plan for a set and this machine; None where there is no first stage: without weights, or several labels."""
-    asked = override(Recipe("B/16", spec, steps=1), pairs)
+    began, asked = time.monotonic(), override(Recipe("B/16", spec, steps=1), pairs)
     data = open_recipe_data(asked)
     if data.is_multi_label or data.validation is None or asked.objective != "softmax":
         return None
@@ -70,10 +76,21 @@ def make_plan(spec: str, start: str | None, pairs: list[str], minutes: float | N
         f"{len(data.classes)} classes; {data.note}",
         f"weights  {weights}",
         f"model    {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {size[0]}x{size[1]} px",
-        "stages   1. a head on frozen features, with a report; 2. fine-tuning from it, kept if it is better"
+        "stages   1. a head on frozen features, with a report; 2. fine-tuning from it, kept if it is no worse"
         + (f"; yours: {' '.join(pairs)}" if pairs else ""),
         f"time     {duration(seconds)} on this {machine(device)}" if steps is None else f"time     {steps} steps",
     )
     return Plan(
-        data, model, weights, recipe, tuple(pairs), seconds, steps, lines, (*warnings, *data_warnings(data, spec))
+        data=data,
+        model=model,
+        weights=weights,
+        recipe=recipe,
+        pairs=tuple(pairs),
+        seconds=seconds,
+        timed=minutes is not None,
+        steps=steps,
+        balance=recipe.balance if "balance" in keys else None,
+        lines=lines,
+        warnings=(*warnings, *class_warnings(data)),
+        began=began,
     )

@@ -2,40 +2,49 @@
 
 RUN/model.safetensors, report.html            the best model so far
 RUN/features                                  features of the images, computed once
+RUN/review.csv                                images that are worth a look
 RUN/start                                     the weights with a soft head, from which fine-tuning starts
 RUN/recipe.json, log.jsonl, checkpoints/...   the fine-tuning, an ordinary run
 RUN/stages.json                               the budget, and what each stage brought
 
 The stages are compared on the validation images. The test images are used once, by the report of the last stage.
+Killed at any moment, a run continues with what is in its folder; the first stage begins again with the features there.
 """
 
-import dataclasses
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 
+from vitlab.data.open import subset_indices
 from vitlab.data.review_file import NAME as REVIEW
 from vitlab.data.review_file import read_review, write_review
-from vitlab.data.source import Data
+from vitlab.data.source import Data, ImageSource, Subset
 from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import head_logits
-from vitlab.evaluation.extract import extract
+from vitlab.evaluation.extract import ExtractOptions, extract
+from vitlab.evaluation.probe import Linear
 from vitlab.evaluation.review import Part, make_part, review, review_test
 from vitlab.evaluation.temperature import fit_temperature
 from vitlab.evaluation.unknown import fit_unknown
 from vitlab.finetuning.budget import Budget
-from vitlab.finetuning.head import FrozenFeatures, Heads, fit_heads, frozen_features, set_head
+from vitlab.finetuning.head import FrozenFeatures, Heads, fit_heads, frozen_features, image_seconds, set_head
 from vitlab.finetuning.plan import Plan
+from vitlab.models.card import Card
 from vitlab.report import Report, write_report
+from vitlab.signals import stoppable
 from vitlab.text import duration
+from vitlab.training.checkpoint import check_own_files
+from vitlab.training.lock import run_lock
 from vitlab.training.log import LOG
-from vitlab.training.loop import train
+from vitlab.training.loop import Stage, train
 from vitlab.training.parallel import Cluster, process_group
-from vitlab.training.setup import RECIPE, prepare_run
+from vitlab.training.recipe import Recipe, difference, resolve_length
+from vitlab.training.recorder import Diverged
+from vitlab.training.setup import RECIPE, check_data, prepare_run, read_run
 from vitlab.training.stages import Stages, read_stages, write_stages
+from vitlab.training.trust import quote
 from vitlab.weights import load, save
 from vitlab.weights.load import find_origin
 
@@ -54,168 +63,239 @@ class Finetuned:
 def finetune(
     plan: Plan, out: Path, *, resume: bool = False, accept: bool = False, console: Console | None = None
 ) -> Finetuned:
-    """Run the stages of a plan in the folder `out`, or continue them with `resume`."""
-    began, console = time.monotonic(), console or Console()
-    with process_group(plan.recipe.device) as cluster:
-        run = Run(plan, out, cluster, console, began, accept)
-        stages = cluster.agree(lambda: run.begin(resume))
-        if stages.steps and stages.tuned is None:
-            stages = run.tune(stages)
-    return run.finish(stages)
+    """Run the stages of a plan in the folder `out`, or continue them with `resume`.
+
+    The last report is written by the first of several processes, after their group has ended: no other one waits.
+    """
+    with stoppable(f"stopped; what is done is in {out}, and the same command with --resume continues"):
+        with process_group(plan.recipe.device) as cluster, run_lock(out, cluster):
+            run = Run(plan, out, cluster, console or Console(), accept)
+            stages = cluster.agree(lambda: run.begin(resume))
+            if stages.steps and stages.tuned is None:
+                stages = run.tune(stages)
+        if not cluster.first:
+            return Finetuned(out, stages, None)
+        with run_lock(out, Cluster(cluster.device)):
+            return run.finish(stages)
 
 
-@dataclass(frozen=True)
 class Run:
     """The stages of one run, in its folder."""
 
-    plan: Plan
-    out: Path
-    cluster: Cluster
-    console: Console
-    began: float
-    accept: bool
+    def __init__(self, plan: Plan, out: Path, cluster: Cluster, console: Console, accept: bool) -> None:
+        self.plan, self.out, self.cluster, self.console, self.accept = plan, out, cluster, console, accept
+        self.earlier = 0.0  # seconds that the run took before it was interrupted
+        r = plan.recipe
+        self.options: ExtractOptions = {"device": r.device, "workers": r.workers, "broken_limit": r.broken_limit}
 
-    @property
-    def device(self) -> str:
-        return self.plan.recipe.device
+    def spent(self) -> float:
+        return self.earlier + time.monotonic() - self.plan.began
 
-    def features(self, tuned: bool) -> Path:
+    def features(self, *, tuned: bool) -> Path:
         """Where features of the frozen or the fine-tuned weights are kept."""
         return self.out / "features" / ("tuned" if tuned else "frozen")
+
+    def budget(self, stages: Stages) -> Budget:
+        assert stages.image is not None
+        return Budget(stages.seconds, stages.image)
+
+    def known(self, stages: Stages) -> Data:
+        """The data with as many training and validation images as there is time to compute features of."""
+        data = self.plan.data
+        assert data.validation is not None
+        total = len(data.train) + len(data.validation)
+        share = self.budget(stages).rows(data) / total if stages.timed else 1.0
+        if share >= 1:
+            return data
+        return replace(data, train=draw(data.train, share), validation=draw(data.validation, share))
+
+    def recipe(self, stages: Stages) -> Recipe:
+        return self.plan.tuning(max(1, stages.steps), stages.balanced)
+
+    # ---- the first stage
 
     def begin(self, resume: bool) -> Stages:
         """The first stage, or what is known of it where it is done; only the first process comes here."""
         stages = read_stages(self.out)
         if stages is not None and not resume:
             raise UserError(f"{self.out} holds a run already; continue it with --resume, or choose another --out")
-        if stages is not None:
-            self.print(f"the head is there already: {stages.head:.1%} of the validation images")
-            return stages
-        if (self.out / RECIPE).exists():
-            raise UserError(f"{self.out} holds a run of another kind; choose another --out")
-        return self.first_stage()
+        if stages is None:
+            if (self.out / RECIPE).exists():
+                raise UserError(f"{self.out} holds a run of another kind; choose another --out")
+            resolve_length(self.recipe(self.new_stages), 1, 1, self.cluster.world)  # such as a batch that is odd
+            return self.first_stage(self.new_stages)
+        self.check(stages)
+        self.earlier = stages.spent
+        if not stages.ready:
+            return self.first_stage(stages)
+        self.print(f"the head is there already: {stages.head:.1%} of the validation images")
+        return stages
 
-    def first_stage(self) -> Stages:
+    @property
+    def new_stages(self) -> Stages:
+        return Stages(weights=self.plan.weights, seconds=self.plan.seconds, timed=self.plan.steps is None)
+
+    def check(self, stages: Stages) -> None:
+        """Raise UserError unless this plan is that of the run in the folder."""
+        plan, out = self.plan, self.out
+        check_own_files(out)
+        if plan.weights != stages.weights:
+            raise UserError(f"the run in {out} started from {quote(stages.weights)}; name them with --weights")
+        if plan.timed and plan.seconds != stages.seconds:
+            raise UserError(
+                f"the run in {out} has {stages.seconds / 60:g} minutes; leave --minutes, or use a new --out"
+            )
+        if plan.steps is not None and (stages.timed or (stages.ready and plan.steps != stages.steps)):
+            raise UserError(f"the run in {out} has another length; leave epochs and steps, or use a new --out")
+        if stages.ready and (stages.tuned is not None or not stages.steps):  # else the training compares them
+            stored, data = read_run(out), plan.data
+            if stored is None:
+                raise UserError(f"{out / RECIPE} is missing; start again in a new --out")
+            check_data(stored, out, data, hashed=plan.recipe.hash_data, accept=self.accept)
+            recipe = resolve_length(self.recipe(stages), len(data.train), len(data.validation or data.test), 1)
+            if (key := difference(recipe, stored.recipe)) is not None:
+                raise UserError(f"the run in {out} has another {key}; continue it with its own settings")
+
+    def first_stage(self, stages: Stages) -> Stages:
         """Features, heads, the model and its report."""
-        plan, data, model = self.plan, self.plan.data, self.plan.model
-        self.out.mkdir(parents=True, exist_ok=True)
-        keep = self.features(tuned=False)
-        features = frozen_features(model, data, keep, self.device)
-        heads = fit_heads(features, len(data.classes))
-        images = len(data.train) + len(data.validation or ())
+        plan, data, model, keep = self.plan, self.plan.data, self.plan.model, self.features(tuned=False)
+        write_stages(self.out, stages)
+        if stages.image is None:
+            stages = replace(stages, image=image_seconds(model, data, keep, self.options))
+            write_stages(self.out, stages)
+        known = self.known(stages)
+        images, total = count(known), count(data)
+        if images < total:
+            self.print(f"there is time for the features of {images:,} of {total:,} images; --minutes gives more")
+        features = frozen_features(model, known, keep, self.options)
+        heads = fit_heads(features, len(data.classes), balance=plan.balance, device=plan.recipe.device)
         about = f"logistic head on frozen features of {images} images, l2 {heads.chosen.l2:g}"
         provenance = {**find_origin(plan.weights), "data": data.name, "training": about}
-        card = dataclasses.replace(model.card, labels=data.classes, provenance=provenance)
-        set_head(model, heads.start)
-        model.card = card
-        save(model, self.out / START)
-        set_head(model, heads.final)
+        card = replace(model.card, labels=data.classes, provenance=provenance)
+        self.save_head(heads.start, card, self.out / START)
         temperature = fit_temperature(heads.chosen.logits, features.train.labels).value
-        # frozen features: every image is new to them, so each can be held out in turn
-        model.card = dataclasses.replace(card, temperature=temperature, unknown=fit_unknown(features.all))
-        save(model, self.out)
-        spent = time.monotonic() - self.began
-        budget = Budget(plan.seconds, features.seconds)
-        steps = plan.steps if plan.steps is not None else budget.steps(data, spent)
-        chosen = heads.chosen
-        stages = Stages(
-            weights=plan.weights,
-            seconds=plan.seconds,
-            image=features.seconds,
-            spent=spent,
-            l2=chosen.l2,
-            cross_validation=chosen.accuracy,
-            head=heads.accuracy,
-            balanced=heads.balanced,
-            steps=steps,
-        )
-        recipe = self.plan.tuning(self.out / START, max(1, steps), heads.balanced)
-        prepare_run(recipe, self.out, Cluster(self.cluster.device), resume=False, data=data)
-        (self.out / LOG).touch()
+        # the report is about validation images, so its model has not seen them
+        card = replace(card, temperature=temperature, unknown=fit_unknown(features.train))
+        self.save_head(heads.alone, card, self.out)
+        stages = self.measured(stages, heads, images)
         write_stages(self.out, stages)
+        (self.out / RECIPE).unlink(missing_ok=True)  # of a first stage that was interrupted
+        single = Cluster(self.cluster.device)
+        prepare_run(self.recipe(stages), self.out, single, resume=False, data=data, start=self.out / START)
+        (self.out / LOG).touch()
         self.print(
-            f"head: {heads.accuracy:.1%} of {len(data.validation or ())} validation images, "
-            f"{chosen.accuracy:.1%} by cross-validation; {duration(spent)}"
+            f"head: {heads.accuracy:.1%} of {len(features.validation.labels)} validation images, "
+            f"{heads.chosen.accuracy:.1%} by cross-validation; {duration(self.spent())}"
             + ("; every class weighs the same, which helps the rare ones" if heads.balanced else "")
         )
-        if steps:
-            self.report(dataclasses.replace(data, test=data.validation or data.test), "validation", keep)
+        if stages.steps:
+            self.report(replace(data, test=known.validation or data.test), "validation", keep)
         else:
             self.print(f"{duration(plan.seconds)} are too short to fine-tune as well: the head is the result")
-        findings = review(parts_of(data, features, heads), data.classes)  # after the report: it reads images again
+        # frozen features: every image is new to them, so each can be held out in turn
+        self.save_head(heads.final, replace(card, unknown=fit_unknown(features.all)), self.out)
+        findings = review(parts_of(known, features, heads), data.classes)
         write_review(self.out / REVIEW, findings)
         if findings:
             self.print(f"worth a look: {len(findings)} images in {self.out / REVIEW}; use it with --apply")
+        stages = replace(stages, ready=True, spent=self.spent())
+        write_stages(self.out, stages)
         return stages
+
+    def save_head(self, head: Linear, card: Card, to: Path) -> None:
+        set_head(self.plan.model, head)
+        self.plan.model.card = card
+        save(self.plan.model, to)
+
+    def measured(self, stages: Stages, heads: Heads, images: int) -> Stages:
+        """The stages with what the first one brought, and the length of the second."""
+        plan, spent = self.plan, self.spent()
+        by_time = self.budget(stages).steps(plan.data, images, spent, plan.recipe.batch)
+        return replace(
+            stages,
+            spent=spent,
+            l2=heads.chosen.l2,
+            cross_validation=heads.chosen.accuracy,
+            head=heads.accuracy,
+            balanced=heads.balanced,
+            steps=by_time if plan.steps is None else plan.steps,
+        )
+
+    # ---- the second stage
 
     def tune(self, stages: Stages) -> Stages:
         """Fine-tune all weights in the time that is left; keep the result if it is no worse on validation images."""
-        data, started = self.plan.data, time.monotonic()
-        recipe = self.plan.tuning(self.out / START, stages.steps, stages.balanced)
-        deadline = None
-        if self.plan.steps is None:
-            deadline = started + Budget(stages.seconds, stages.image).deadline(data, stages.spent)
+        data, recipe, deadline = self.plan.data, self.recipe(stages), None
+        if stages.timed:
+            left = self.budget(stages).deadline(data, count(self.known(stages)), self.spent())
+            deadline = time.monotonic() + left
         self.print(f"fine-tuning: up to {stages.steps} steps of {recipe.batch} images")
-        train(
-            recipe,
-            self.out,
-            resume=True,
-            accept_data_changes=self.accept,
-            console=self.console,
-            data=data,
-            only_best=True,
-            deadline=deadline,
-        )
-        return self.cluster.agree(lambda: self.judge(stages, started))
+        stage = Stage(self.out / START, deadline)
+        options = {"resume": True, "accept_data_changes": self.accept}
+        try:
+            train(recipe, self.out, console=self.console, data=data, stage=stage, **options)
+        except Diverged as error:
+            self.print(f"{error}; so the head is the result")
+            return self.cluster.agree(lambda: self.judged(stages, 0.0))
+        return self.cluster.agree(lambda: self.judge(stages))
 
-    def judge(self, stages: Stages, started: float) -> Stages:
+    def judge(self, stages: Stages) -> Stages:
         """Compare the best checkpoint with the head on the validation images."""
-        data = self.plan.data
-        assert data.validation is not None
-        best, keep = load(self.out / "checkpoints" / "best"), self.features(tuned=True)
-        held = extract(best, data.validation, device=self.device, keep=keep, title="validation features")
+        known, keep = self.known(stages), self.features(tuned=True)
+        assert known.validation is not None
+        best = load(self.out / "checkpoints" / "best")
+        held = extract(best, known.validation, keep=keep, title="validation features", **self.options)
         logits = head_logits(best, held.values)
         accuracy = float((logits.argmax(1) == held.labels).mean())
-        spent = stages.spent + time.monotonic() - started
-        stages = dataclasses.replace(stages, tuned=accuracy, spent=spent)
-        if stages.improved:
-            seen = extract(best, data.train, device=self.device, keep=keep, title="training features")
+        if replace(stages, tuned=accuracy).improved:
+            seen = extract(best, known.train, keep=keep, title="training features", **self.options)
             temperature, unknown = fit_temperature(logits, held.labels).value, fit_unknown(seen, held)
-            best.card = dataclasses.replace(best.card, temperature=temperature, unknown=unknown)
+            if unknown is None:
+                self.print(f'{len(held.labels)} validation images are too few to answer "none of these"')
+            best.card = replace(best.card, temperature=temperature, unknown=unknown)
             save(best, self.out)
-        write_stages(self.out, stages)
+        stages = self.judged(stages, accuracy)
         verdict = "kept" if stages.improved else "dropped: the head is better"
         self.print(f"fine-tuning: {accuracy:.1%} of the validation images, the head had {stages.head:.1%}; {verdict}")
         return stages
 
+    def judged(self, stages: Stages, accuracy: float) -> Stages:
+        stages = replace(stages, tuned=accuracy, spent=self.spent())
+        write_stages(self.out, stages)
+        return stages
+
+    # ---- the end
+
     def finish(self, stages: Stages) -> Finetuned:
-        """The report on the test images, by the first process, after the group of processes has ended."""
-        stages, report = dataclasses.replace(stages, finished=True), None
-        if self.cluster.first:
-            keep = self.features(stages.improved)
-            self.review_test(keep)
-            report = self.report(self.plan.data, "test", keep)
-            write_stages(self.out, stages)
+        """The report on the test images, by the first process."""
+        keep, stages = self.features(tuned=stages.improved), replace(stages, finished=True)
+        try:
+            self.review_test(self.known(stages), keep)
+        except (UserError, OSError) as error:
+            self.print(f"the test images were not compared with the others: {error}")
+        report = self.report(self.plan.data, "test", keep)
+        write_stages(self.out, stages)
         return Finetuned(self.out, stages, report)
 
-    def review_test(self, keep: Path) -> None:
+    def review_test(self, known: Data, keep: Path) -> None:
         """Add copies of test images to the review, to which the user may have added decisions by now."""
-        data, model = self.plan.data, load(self.out)
-        parts = []
-        for split, source in data.splits.items():
-            title = f"{split} features"  # all but those of the test are there already
-            found = extract(model, source, device=self.device, keep=keep, title=title, broken_limit=1)
+        model, parts, path = load(self.out), [], self.out / REVIEW
+        options: ExtractOptions = {**self.options, "broken_limit": 1}
+        for split, source in known.splits.items():  # all but those of the test are there already
+            found = extract(model, source, keep=keep, title=f"{split} features", **options)
             parts.append(make_part(split, source, found, None))
-        test = next(part for part in parts if part.split == "test")
-        new = review_test([part for part in parts if part is not test], test, data.classes)
+        *others, test = parts
+        old = read_review(path) if path.exists() else []
+        listed = {(finding.path, finding.other) for finding in old}
+        new = [f for f in review_test(others, test, known.classes) if (f.path, f.other) not in listed]
         if new:
-            write_review(self.out / REVIEW, [*read_review(self.out / REVIEW), *new])
-            self.print(f"the test is too easy by {len(new)} copies of its images; they are in {self.out / REVIEW} too")
+            write_review(path, [*old, *new])
+            self.print(f"copies of test images among the others make the test too easy: {len(new)} lines in {path}")
 
     def report(self, data: Data, split: str, keep: Path) -> Report | None:
         """Write the report. The model is saved by now, so an error here is a note."""
         try:
-            return write_report(self.out, data, split=split, device=self.device, keep=keep)
+            return write_report(self.out, data, split=split, device=self.plan.recipe.device, keep=keep)
         except (UserError, OSError) as error:
             later = f"`vitlab report {self.out}` writes it later"
             self.print(f"the model is saved, but there is no report: {error}; {later}")
@@ -226,12 +306,23 @@ class Run:
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+def draw(source: ImageSource, share: float) -> ImageSource:
+    """The same share of every class, the same every time."""
+    index = subset_indices(source, 0, share, None)
+    return source if index is None else Subset(source, index)
+
+
+def count(data: Data) -> int:
+    """Training and validation images."""
+    return len(data.train) + len(data.validation or ())
+
+
 def parts_of(data: Data, features: FrozenFeatures, heads: Heads) -> list[Part]:
     """The training and validation images for a review: features, and logits of heads that have not seen the image."""
     assert data.validation is not None
     held = features.validation
-    logits = heads.alone.scores(held.values).float().numpy()
+    logits = heads.alone.scores(held.values).float().cpu().numpy()
     return [
-        make_part("train", data.train, features.train, heads.chosen.logits.astype(np.float32)),
+        make_part("train", data.train, features.train, heads.chosen.logits),
         make_part("validation", data.validation, held, logits),
     ]

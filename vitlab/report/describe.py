@@ -60,9 +60,8 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else more}"
 
 
-def describe_recipe(recipe: Recipe, images: int) -> str:
-    """A recipe in a few sentences; `images` is the size of the training set."""
-    steps = recipe.steps or 0
+def describe_recipe(recipe: Recipe, images: int, steps: int) -> str:
+    """A recipe in a few sentences, of so many steps that were done; `images` is the size of the training set."""
     what = "Only the head was trained" if recipe.freeze == "body" else "All weights were trained"
     kind = {"sgd": "SGD", "adamw": "AdamW"}[recipe.optimizer]
     passes = f"{steps * recipe.batch / max(1, images):.1f}".removesuffix(".0")

@@ -11,7 +11,7 @@ from pathlib import Path
 from vitlab.cost import cost
 from vitlab.data.images import BrokenImage
 from vitlab.data.review_file import NAME as REVIEW
-from vitlab.data.review_file import read_review
+from vitlab.data.review_file import Finding, read_review
 from vitlab.data.source import Data, ImageSource
 from vitlab.device import memory_errors
 from vitlab.errors import UserError
@@ -26,7 +26,7 @@ from vitlab.report.history import History, read_history
 from vitlab.report.images import MOST, PageFigure, embed_figure, worst_mistakes
 from vitlab.report.page import Subject, Tested, render
 from vitlab.report.review import worth_a_look
-from vitlab.terminal import progress
+from vitlab.terminal import progress, warn
 from vitlab.training.recipe import Recipe
 from vitlab.training.setup import RECIPE, open_recipe_data
 from vitlab.training.stages import read_stages
@@ -92,8 +92,16 @@ def make_page(
             raise UserError(f"'{broken.name}' cannot be read as an image any more: {broken.why}") from None
         figures = draw_figures(history, single)
         done(5)
-    findings = read_review(folder / REVIEW) if (folder / REVIEW).exists() else []
-    return render(subject, tested, mistakes, figures, worth_a_look(findings, opened)), scores
+    return render(subject, tested, mistakes, figures, worth_a_look(find_review(folder), opened)), scores
+
+
+def find_review(folder: Path) -> list[Finding]:
+    """The run's review.csv; a warning where it cannot be read, as a spreadsheet may have saved it in its own way."""
+    try:
+        return read_review(folder / REVIEW) if (folder / REVIEW).exists() else []
+    except UserError as error:
+        warn(f"{error}; the report leaves it out")
+        return []
 
 
 def score_model(

@@ -51,7 +51,13 @@ class Subject:
         """Operations of all training steps; a frozen body has no backward pass."""
         recipe = self.history.recipe
         flops = self.cost.forward_flops if recipe.freeze == "body" else self.cost.train_flops
-        return flops * (recipe.steps or 0) * recipe.batch
+        return flops * self.steps * recipe.batch
+
+    @property
+    def steps(self) -> int:
+        """Those that were done: a run may end early."""
+        steps = self.history.steps
+        return int(steps[-1]) if len(steps) else self.history.recipe.steps or 0
 
 
 @dataclass(frozen=True)

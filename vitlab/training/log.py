@@ -74,8 +74,8 @@ def number_field(record: dict[str, Any], key: str) -> float:
     return value
 
 
-def last_report(path: Path) -> dict[str, float]:
-    """The last test's report in a log, with averaged weights where the run has them; empty without a test."""
-    tests = [record for record in read_log(path) if "test" in record]
-    report = record_field(tests[-1], "ema" if "ema" in tests[-1] else "test") if tests else {}
+def last_report(path: Path, split: str = "test") -> dict[str, float]:
+    """The last report on a split in a log, with averaged weights where the run has them; empty without one."""
+    found = [record for record in read_log(path) if split in record]
+    report = record_field(found[-1], "ema" if "ema" in found[-1] else split) if found else {}
     return {key: float(value) for key, value in report.items() if isinstance(value, float)}

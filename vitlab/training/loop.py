@@ -25,6 +25,15 @@ from vitlab.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A run that is a part of a longer one, which holds its folder's lock: it leaves checkpoints/best, writes no final
+    model, and does not use the test split; its report is that of the last validation."""
+
+    start: Path  # weights to start with, in place of the recipe's
+    deadline: float | None = None  # a time of `time.monotonic` at which it validates once more and ends
+
+
+@dataclass(frozen=True)
 class TrainResult:
     """How a run ended: its folder, its test report, and how long it took this time."""
 
@@ -44,32 +53,28 @@ def train(
     accept_data_changes: bool = False,
     console: Console | None = None,
     data: Data | None = None,
-    only_best: bool = False,
-    deadline: float | None = None,
+    stage: Stage | None = None,
 ) -> TrainResult:
     """Run a recipe in the folder `out`; with `resume`, continue from its last checkpoint.
 
-    With `only_best` the run is a stage of a longer one: it leaves checkpoints/best, writes no final model, and does not
-    use the test split; its report is that of the last validation. At the `deadline`, a time of `time.monotonic`, it
-    validates once more and ends. Raises UserError for what the user can fix, and Stopped after SIGINT or SIGTERM, with
-    the state saved.
+    Raises UserError for what the user can fix, and Stopped after SIGINT or SIGTERM, with the state saved.
     """
     began, out, resume = time.monotonic(), Path(out), resume or is_restarted()
     with (
         stoppable("stopped before the next step was done; continue by the same command with --resume") as signals,
         memory_errors("training", "set a smaller micro, batch, image_size or model, or recompute=true"),
         process_group(recipe.device) as cluster,
-        run_lock(out, cluster),
+        run_lock(out, cluster) if stage is None else nullcontext(),
         cpu_threads(recipe.threads),
     ):
-        setup = prepare_run(recipe, out, cluster, resume=resume, data=data, accept=accept_data_changes)
+        start = None if stage is None else stage.start
+        setup = prepare_run(recipe, out, cluster, resume=resume, data=data, start=start, accept=accept_data_changes)
         with sound_kernels(cluster.device, setup.config.length), closing(Trainer(setup, cluster)) as trainer:
             saver = Saver(setup, cluster, sharded=trainer.is_sharded)
             console = console or Console()
             if cluster.first and setup.data.validation is not None:
                 console.print(f"data: {setup.data.note}", highlight=False, markup=False, soft_wrap=True)
-            run = Run(trainer, Recorder(setup, cluster, console, trainer.restored), saver, signals)
-            run.only_best, run.deadline = only_best, deadline
+            run = Run(trainer, Recorder(setup, cluster, console, trainer.restored), saver, signals, stage)
             run.run()
             score = trainer.objective.score(run.report)
         if signals.number:  # during the last step or after it
@@ -80,13 +85,15 @@ def train(
 class Run:
     """The loop: it calls the trainer, the recorder and the saver, and keeps count of what is done."""
 
-    def __init__(self, trainer: Trainer, recorder: Recorder, saver: Saver, signals: Signals) -> None:
+    def __init__(
+        self, trainer: Trainer, recorder: Recorder, saver: Saver, signals: Signals, stage: Stage | None
+    ) -> None:
         self.trainer, self.recorder, self.saver, self.signals = trainer, recorder, saver, signals
         self.recipe, self.cluster, self.steps = trainer.recipe, trainer.cluster, trainer.steps
         start = trainer.restored
         self.done, self.best, self.tested, self.stale = start.step, start.best, start.tested, start.stale
-        self.only_best, self.late = False, False
-        self.deadline: float | None = None
+        self.final, self.late = stage is None, False
+        self.deadline = None if stage is None else stage.deadline
         self.report: dict[str, float] = {}  # the test's
 
     def run(self) -> None:
@@ -117,9 +124,10 @@ class Run:
                     self.save(wait=bool(self.is_over or stop))
                 if stop and not self.is_over:
                     raise self.stopped(stop)
-            if not self.only_best:
+            if self.final:
                 self.saver.save_final(self.trainer.final_weights(), self.trainer.thresholds())
-            self.report = self.report or last_report(self.trainer.setup.out / LOG)  # resumed after its last step
+            if not self.report:  # resumed after its last step
+                self.report = last_report(self.trainer.setup.out / LOG, "test" if self.final else "validation")
 
     @property
     def is_over(self) -> bool:
@@ -164,7 +172,7 @@ class Run:
                     score = self.trainer.objective.score(newest(reports["validation"], "validation"))
                     stale = 0 if self.best is None or score > self.best else self.stale + 1
                 over = self.is_over or stale >= (self.recipe.patience or math.inf)
-                if over and not self.only_best:
+                if over and self.final:
                     reports["test"] = self.trainer.evaluate("test")
         except Interrupted:
             self.tested = False
@@ -179,7 +187,7 @@ class Run:
         for name, each in reports.items():
             report = newest(each, name)
             self.recorder.add_evaluation(self.done, each, report)
-            if name == "test" or self.only_best:
+            if name == "test" or not self.final:
                 self.report = report
         if score is not None:
             self.keep_best(score)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from threading import Thread
 from typing import Literal, TypeVar, cast
 
@@ -34,6 +35,8 @@ T = TypeVar("T")
 # Seconds in which Python's lock is free at the end. Gloo's threads outlive their group and need the lock to drop the
 # last tensors; one that asks for it when Python has already ended aborts the process.
 SHUTDOWN_SECONDS = 0.3
+PATIENCE = timedelta(days=7)  # of processes that wait for what the first one does alone, such as frozen features
+waiting: list[dist.ProcessGroup] = []  # the group in which they wait
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Cluster:
             shared = [(choose(), None)] if self.first else shared
         except UserError as error:
             shared = [(None, error)]
-        dist.broadcast_object_list(shared)
+        dist.broadcast_object_list(shared, group=waiting[0])
         value, failure = shared[0]
         if failure is not None:
             raise failure if self.first else SystemExit(1)  # reported once
@@ -102,6 +105,7 @@ def process_group(device: str = "auto") -> Iterator[Cluster]:
             f"automatically, --resume by hand, both from the last checkpoint ({str(error).splitlines()[0]})"
         ) from error
     finally:
+        waiting.clear()
         dist.destroy_process_group()
         time.sleep(SHUTDOWN_SECONDS)
 
@@ -114,6 +118,8 @@ def join_group(place: torch.device) -> None:
     store = PrefixStore(f"attempt {restart_count()}", store)
     backends = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     dist.init_process_group(backends, store=store, rank=rank, world_size=world)
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    waiting[:] = [cast(dist.ProcessGroup, group)]  # of all processes, so this one is in it
 
 
 def select_gpu(place: torch.device) -> None:
@@ -143,6 +149,11 @@ def is_lost_peer(error: RuntimeError) -> bool:
 def restart_count() -> int:
     """How often torchrun has restarted the processes."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def is_first() -> bool:
+    """Whether this is the first of the run's processes, also before their group is there."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def is_restarted() -> bool:

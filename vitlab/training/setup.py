@@ -30,6 +30,7 @@ from vitlab.training.checkpoint import CheckpointMeta, FoundCheckpoint, disk_err
 from vitlab.training.objectives import start_at_frequency, start_sigmoid
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, difference, override, resolve_length
+from vitlab.training.stages import is_staged
 from vitlab.training.start import choose_head, make_provenance
 from vitlab.training.trust import check_trusted_data, check_trusted_review, check_trusted_weights, remember_recipe
 from vitlab.weights import load
@@ -94,6 +95,9 @@ def recipe_to_resume(out: Path, pairs: list[str]) -> Recipe | None:
     stored = read_recipe(out)
     if stored is None:
         return None
+    if is_staged(out):
+        command = f"vitlab finetune DATA --out {shlex.quote(str(out))} --resume"
+        raise UserError(f"{out} is a run in stages; continue it with the command that started it: {command}")
     recipe, given = override(stored, pairs), {pair.partition("=")[0] for pair in pairs}
     if "data" not in given:
         check_trusted_data(stored.data, out / RECIPE, f"vitlab train --out {shlex.quote(str(out))} --resume data=")
@@ -111,13 +115,14 @@ def prepare_run(
     *,
     resume: bool,
     data: Data | None = None,
+    start: Path | None = None,
     accept: bool = False,
     trial: bool = False,
 ) -> RunSetup:
     """Start a run in `out`, or resume the one that is there; with `accept`, on data that has changed since.
 
-    A `trial` is not to be resumed, so neither its data nor its recipe is remembered. Raises UserError where the run
-    cannot start.
+    `start` are weights to start with, in place of the recipe's. A `trial` is not to be resumed, so neither its data nor
+    its recipe is remembered. Raises UserError where the run cannot start.
     """
     stored = read_run(out)
     cluster.barrier()  # all have read before the first process writes
@@ -129,11 +134,7 @@ def prepare_run(
     if data.is_multi_label and recipe.balance != "none":
         raise UserError(f"{data.name} is multi-label, and balance={recipe.balance} needs one label per image; leave it")
     if stored is not None:
-        checkpoint.check_own_files(out)
-        if stored.labels != tuple(data.classes):
-            counts = f"{len(stored.labels)} classes, and {data.name} has {len(data.classes)}, or other names for them"
-            raise UserError(f"the run in {out} has {counts}; continue with the same data")
-        cluster.agree(lambda: manifest.check_data(out, data, hashed=recipe.hash_data, accept=accept))
+        cluster.agree(lambda: check_data(stored, out, data, hashed=recipe.hash_data, accept=accept))
     recipe = resolve_length(recipe, len(data.train), len(data.validation or data.test), cluster.world)
     if stored is not None:
         if (key := difference(recipe, stored.recipe)) is not None:
@@ -143,10 +144,19 @@ def prepare_run(
         if found is not None:
             check_size(stored.model, found.folder)
             return RunSetup(out, recipe, data, stored.model, stored.preprocess, stored.provenance, found, None)
-    model, preprocess = initial_model(recipe, data)
+    model, preprocess = initial_model(recipe, data, start)
     setup = RunSetup(out, recipe, data, model.config, preprocess, make_provenance(recipe, data, model), None, model)
     cluster.agree(lambda: write_run_files(setup, new=stored is None, trial=trial))
     return setup
+
+
+def check_data(stored: StoredRun, out: Path, data: Data, *, hashed: bool, accept: bool) -> None:
+    """Raise UserError unless a run's files are its own and the data has not changed, or changes are accepted."""
+    checkpoint.check_own_files(out)
+    if stored.labels != tuple(data.classes):
+        counts = f"{len(stored.labels)} classes, and {data.name} has {len(data.classes)}, or other names for them"
+        raise UserError(f"the run in {out} has {counts}; continue with the same data")
+    manifest.check_data(out, data, hashed=hashed, accept=accept)
 
 
 def open_recipe_data(recipe: Recipe) -> Data:
@@ -182,11 +192,12 @@ def check_size(config: ModelConfig, folder: Path) -> None:
         raise UserError(f"{folder} has {have:,} bytes, too few for the model that {RECIPE} describes; use a new --out")
 
 
-def initial_model(recipe: Recipe, data: Data) -> tuple[Model, Preprocess]:
+def initial_model(recipe: Recipe, data: Data, start: Path | None = None) -> tuple[Model, Preprocess]:
     """The model before its first step: fresh, or from weights with their head or a new one."""
     torch.manual_seed(recipe.seed)
     is_masked = recipe.objective == "masked"
-    if recipe.weights is None:
+    weights = recipe.weights if start is None else start
+    if weights is None:
         classes = 0 if is_masked else len(data.classes)
         model = create(recipe.model, image_size=recipe.image_size, classes=classes, **recipe.model_settings)
         if recipe.init == "lecun" and isinstance(model, ViT):  # a ResNet's convolutions are drawn so anyway
@@ -195,7 +206,7 @@ def initial_model(recipe: Recipe, data: Data) -> tuple[Model, Preprocess]:
                     lecun_normal(layer)
         preprocess = recipe.preprocess or Preprocess()
     else:
-        loaded = load(recipe.weights, classes=0 if is_masked else None, image_size=recipe.image_size)
+        loaded = load(weights, classes=0 if is_masked else None, image_size=recipe.image_size)
         loaded = loaded if is_masked else choose_head(loaded, recipe, data.classes)
         model, preprocess = with_rates(loaded, recipe), recipe.preprocess or loaded.card.preprocess
     if recipe.objective == "sigmoid" and model.head is not None and not model.head.weight.any():  # a fresh head
