@@ -15,9 +15,11 @@ import vitlab
 from vitlab.data.loader import TrainLoader
 from vitlab.errors import UserError
 from vitlab.training.loop import Stage, train
+from vitlab.training.objectives import Classification
 from vitlab.training.optim import learning_rate
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, change
+from vitlab.training.saver import Saver
 from vitlab.training.setup import divisors, fit_micro, initial_model, prepare_run
 from vitlab.training.trainer import Trainer
 from vitlab.weights import load
@@ -248,6 +250,20 @@ def test_a_stage_leaves_its_best_and_no_model(tmp_path: Path) -> None:
     assert not any("test" in record for record in records(tmp_path / "run"))
     last = [record for record in records(tmp_path / "run") if "validation" in record][-1]
     assert result.report == last["ema"]
+
+
+@pytest.mark.parametrize("is_stage", [True, False])
+def test_the_end_of_a_stage_counts_and_the_best_of_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stage: bool
+) -> None:
+    scores = iter(range(9, 0, -1))  # worse every time
+    monkeypatch.setattr(Classification, "score", lambda *_: next(scores))
+    saved: list[int] = []
+    monkeypatch.setattr(Saver, "save_best", lambda *_: saved.append(1))
+    recipe = change(SMALL, steps=4, warmup=0, evaluate_every=1)
+    stage = Stage(saved_start(tmp_path)) if is_stage else None
+    train(recipe, tmp_path / "run", console=Console(quiet=True), data=few_digits(), stage=stage)
+    assert len(saved) == (2 if is_stage else 1)
 
 
 def test_a_deadline_ends_a_run_with_a_validation(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ MINUTES = 10.0
 TRAIN = 3.2  # seconds of a training step on an image, in those of its forward pass
 ENOUGH = 8_000  # images: seeing more of a small set brings nothing; see docs/finetuning.md
 EPOCHS = 12  # of a large set
-LEAST = 1_000  # images: below that, fine-tuning brings less than the head has
+LEAST = 1_000  # images: below that, or one pass over all, fine-tuning brings less than the head has
 BATCH = 32
 FEATURES = 0.3  # share of the time, testing aside, in which frozen features are computed; of large sets, of a part
 FEWEST = 1_000  # images that have features, however short the time is
@@ -40,7 +40,7 @@ class Budget:
         most = min(max(ENOUGH, EPOCHS * n), left / (TRAIN * self.image))
         tests = evaluations(int(max(0, most)), held) * held if held else 0
         seen = min(max(ENOUGH, EPOCHS * n), (left - tests * self.image) / (TRAIN * self.image))
-        return int(seen // batch) if seen >= LEAST else 0
+        return int(seen // batch) if seen >= max(LEAST, n) else 0
 
     def deadline(self, data: Data, known: int, spent: float) -> float:
         """Seconds from now at which fine-tuning has to end, so that the command does in time."""

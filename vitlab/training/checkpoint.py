@@ -42,7 +42,8 @@ class CheckpointMeta:
     best: Annotated[float | None, Range(), "best score so far"]
     world: Annotated[int, Range(1, 2**62), "world size"] = 1
     tested: Annotated[bool, "false: a signal interrupted the test after this step"] = True
-    stale: Annotated[int, Range(0, 2**62), "validations since the best one"] = 0
+    stale: Annotated[int, Range(0, 2**62), "validations since one was better in score or loss"] = 0
+    least: Annotated[float | None, Range(), "least loss of a validation so far"] = None
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -91,7 +91,8 @@ class Run:
         self.trainer, self.recorder, self.saver, self.signals = trainer, recorder, saver, signals
         self.recipe, self.cluster, self.steps = trainer.recipe, trainer.cluster, trainer.steps
         start = trainer.restored
-        self.done, self.best, self.tested, self.stale = start.step, start.best, start.tested, start.stale
+        self.done, self.tested = start.step, start.tested
+        self.best, self.least, self.stale = start.best, start.least, start.stale
         self.final, self.late = stage is None, False
         self.deadline = None if stage is None else stage.deadline
         self.report: dict[str, float] = {}  # the test's
@@ -164,13 +165,16 @@ class Run:
         """
         self.recorder.flush()  # the log stays in the order of steps, wherever a run is interrupted
         reports: dict[str, dict[str, dict[str, float]]] = {}
+        validated: dict[str, float] = {}
         score, stale = None, 0
         try:
             with self.signals.immediate() if self.cluster.world == 1 else nullcontext():
                 if "validation" in self.trainer.eval_loaders:
                     reports["validation"] = self.trainer.evaluate("validation")
-                    score = self.trainer.objective.score(newest(reports["validation"], "validation"))
-                    stale = 0 if self.best is None or score > self.best else self.stale + 1
+                    validated = newest(reports["validation"], "validation")
+                    score = self.trainer.objective.score(validated)
+                    better = self.best is None or self.least is None or score > self.best
+                    stale = 0 if better or validated["loss"] < (self.least or 0) else self.stale + 1
                 over = self.is_over or stale >= (self.recipe.patience or math.inf)
                 if over and self.final:
                     reports["test"] = self.trainer.evaluate("test")
@@ -191,18 +195,24 @@ class Run:
                 self.report = report
         if score is not None:
             self.keep_best(score)
+            self.least = min(validated["loss"], math.inf if self.least is None else self.least)
         self.recorder.restart_clock()
 
     def keep_best(self, score: float) -> None:
-        """Save the model as the best one if its score on the validation split is; of equals, the later one."""
-        if self.best is None or score >= self.best:
+        """Save the model as the best one if its score on the validation split is; of equals, the later one.
+
+        A stage has few images to validate on, so that a schedule's end is better than a lucky draw before it.
+        """
+        at_end = self.done == self.steps and not self.final
+        if self.best is None or score >= self.best or at_end:
             self.best = score
             self.saver.save_best(self.trainer.final_weights(), self.trainer.thresholds())
 
     def save(self, wait: bool) -> None:
         """Save all that is needed to resume at this step, the length of the log included."""
         log_bytes, micro = self.recorder.sync(), self.trainer.micro
-        meta = CheckpointMeta(self.done, log_bytes, micro, self.best, self.cluster.world, self.tested, self.stale)
+        best, world = (self.best, self.cluster.world)
+        meta = CheckpointMeta(self.done, log_bytes, micro, best, world, self.tested, self.stale, self.least)
         self.saver.save(self.trainer.state(), meta, wait=wait)
 
 

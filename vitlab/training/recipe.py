@@ -101,9 +101,9 @@ class Recipe:
     workers: Annotated[int | None, Range(0, 1_024), "processes that read images; none: by the machine"] = None
     threads: Annotated[int | None, Range(1, 1_024), "CPU threads; none: torch's choice. Changes rounding"] = None
     evaluate_every: Annotated[int | None, COUNT, "steps between validations; none: up to ten a run"] = None
-    patience: Annotated[int | None, COUNT, "validations without a better one after which to stop; none: no limit"] = (
-        None
-    )
+    patience: Annotated[
+        int | None, COUNT, "validations without a better score or loss after which to stop; none: no limit"
+    ] = None
     checkpoint_every: Annotated[int, COUNT, "steps between checkpoints"] = 500
     log_every: Annotated[int, COUNT, "steps between log records on disk"] = 10
     tensorboard: Annotated[bool, "write TensorBoard's event files too"] = False
