@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from vitlab.data.open import open_data
 from vitlab.data.source import Data
@@ -31,7 +32,7 @@ from vitlab.finetuning.budget import BATCH, TRAIN, Budget
 from vitlab.finetuning.plan import Plan, make_plan
 from vitlab.training.recipe import evaluations
 
-Test = Callable[[], float]  # a fitted classifier's accuracy on the test images
+Test = Callable[[], dict[str, float]]  # a fitted classifier's accuracy on the test images, and more
 START = 12.0  # seconds until the first image is read
 
 
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--pace", type=float, help="seconds an image; see above")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--others", help="a set of other images, which should be refused")
     parser.add_argument("--only", default="", help=f"some of {','.join(ROWS)}")
     parser.add_argument("--out", type=Path, default=Path("finetune.jsonl"))
     parser.add_argument("--row", help=argparse.SUPPRESS)  # this process is one row
@@ -73,7 +75,7 @@ def run_row(given: Any, row: dict[str, Any]) -> dict[str, Any]:
         used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         cpu = sum(each.ru_utime + each.ru_stime for each in used)
         seconds = time.monotonic() - began
-        return {"accuracy": test(), "seconds": round(seconds, 1), "cpu": round(cpu, 1)}
+        return {**test(), "seconds": round(seconds, 1), "cpu": round(cpu, 1)}
 
 
 def spec_of(row: dict[str, Any]) -> tuple[str, int | None]:
@@ -99,7 +101,6 @@ def plan_of(given: Any, row: dict[str, Any]) -> Plan:
 
 def logistic_regression(given: Any, row: dict[str, Any], folder: Path) -> Test:
     """What a friend would write: timm's features of the center crops, scikit-learn's logistic regression."""
-    import torch
     from sklearn.linear_model import LogisticRegression
 
     timm: Any = import_module("timm")  # has few types
@@ -117,7 +118,7 @@ def logistic_regression(given: Any, row: dict[str, Any], folder: Path) -> Test:
         return np.concatenate(rows)
 
     fitted = LogisticRegression(max_iter=1000).fit(features(data.train), data.train.labels)
-    return lambda: float(fitted.score(features(data.test), data.test.labels))
+    return lambda: {"accuracy": float(fitted.score(features(data.test), data.test.labels))}
 
 
 def first_stage(given: Any, row: dict[str, Any], folder: Path) -> Test:
@@ -129,9 +130,9 @@ def first_stage(given: Any, row: dict[str, Any], folder: Path) -> Test:
     features = frozen_features(plan.model, plan.data, folder, {"device": given.device})
     heads = fit_heads(features, len(plan.data.classes))
 
-    def test() -> float:
+    def test() -> dict[str, float]:
         found = extract(plan.model, plan.data.test, device=given.device)
-        return float((heads.final.guesses(found.values) == found.labels).mean())
+        return {"accuracy": float((heads.final.guesses(found.values) == found.labels).mean())}
 
     return test
 
@@ -162,14 +163,29 @@ def plain(given: Any, row: dict[str, Any], folder: Path) -> Test:
 
 
 def command(given: Any, row: dict[str, Any], folder: Path, *words: str) -> Test:
-    """Run `vitlab finetune`."""
+    """Run `vitlab finetune`; test it, and what it refuses: false refusals, and images of another set."""
     from vitlab.evaluation.evaluate import evaluate
+    from vitlab.evaluation.extract import extract
+    from vitlab.evaluation.unknown import auroc
     from vitlab.weights import load
 
     own = ["finetune", spec_of(row)[0], "--weights", given.weights, "--out", f"{folder}/run", *words]
     program = "from vitlab.cli import main; main()"
     subprocess.run([sys.executable, "-c", program, *own, *pairs_of(given, row)], check=True, stdout=sys.stderr)
-    return lambda: evaluate(load(f"{folder}/run"), open_set(row).test, device=given.device).top1.value
+
+    def test() -> dict[str, float]:
+        model = load(f"{folder}/run")
+        found = evaluate(model, open_set(row).test, device=given.device)
+        result = {"accuracy": found.top1.value, "calibration error": found.calibration_error.value}
+        if found.distances is not None and model.card.unknown is not None:
+            result["refused"] = float((found.distances > 1).mean())
+            if given.others is not None:
+                others = extract(model, open_data(given.others).test, device=given.device).values
+                strange = model.card.unknown.distances(torch.from_numpy(others)).double().numpy()
+                result["auroc"] = auroc(found.distances, strange)
+        return result
+
+    return test
 
 
 ROWS: dict[str, Callable[[Any, dict[str, Any], Path], Test]] = {

@@ -18,7 +18,7 @@ from vitlab.evaluation.evaluate import evaluate
 from vitlab.evaluation.extract import extract
 from vitlab.finetuning import Finetuned, finetune, run
 from vitlab.finetuning.budget import ENOUGH, LEAST, Budget
-from vitlab.finetuning.head import FrozenFeatures, fit_heads, set_head
+from vitlab.finetuning.head import FrozenFeatures, fit_heads, set_head, soft_head
 from vitlab.finetuning.plan import Plan, make_plan
 from vitlab.predict import Classifier
 from vitlab.training.stages import read_stages
@@ -223,11 +223,12 @@ def test_the_head_is_the_fit(weights: str) -> None:
     assert plan.data.validation is not None
     train, held = (extract(plan.model, source, device="cpu") for source in (plan.data.train, plan.data.validation))
     heads = fit_heads(FrozenFeatures(train, held), 10)
-    for linear in (heads.start, heads.final):
+    soft = [soft_head(train, heads, epochs) for epochs in (0.5, 4, 40)]
+    for linear in (*soft, heads.alone, heads.final):
         set_head(plan.model, linear)
         logits = extract(plan.model, plan.data.validation, what="logits", device="cpu").values
         np.testing.assert_allclose(logits, linear.scores(held.values).numpy(), atol=1e-4)
-    assert heads.start.l2 >= 0.1
+    assert [head.l2 for head in soft] == [max(heads.chosen.l2, l2) for l2 in (0.1, 0.3, 1.0)]
 
 
 def test_speed_changes_the_length_and_nothing_else(weights: str) -> None:

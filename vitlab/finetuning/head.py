@@ -23,7 +23,9 @@ from vitlab.models.variants import Model
 UNEVEN = 2.0  # times as many images in the largest class as in the smallest, from which balancing is tried
 GAIN = 0.005  # of the mean F1, by which balancing is chosen
 LARGE = 2_000_000  # logits: below that, a fit is no faster on a GPU
-SOFT = 0.1  # least penalty of the head that fine-tuning starts from: a confident head leaves nothing to learn
+# Least penalty of the head that fine-tuning starts from, by the passes over the images from which it is right: a
+# confident head leaves nothing to learn, and a timid one has to be learned again. See docs/finetuning.md.
+SOFT = ((6.0, 1.0), (3.0, 0.3), (0.0, 0.1))
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,13 @@ def image_seconds(model: Model, data: Data, keep: Path, options: ExtractOptions)
 class Heads:
     """The heads of the first stage.
 
-    `final` has learned from all images, the others from the training images alone, and `start` with a penalty that
-    leaves fine-tuning something to learn. If `balanced`, every class weighs the same.
+    `final` has learned from all images, `alone` from the training images. If `balanced`, every class weighs the same.
     """
 
     chosen: CrossValidation
     balanced: bool
     final: Linear
     alone: Linear
-    start: Linear
     accuracy: float  # of `alone` on the validation images
 
 
@@ -81,14 +81,26 @@ def fit_heads(features: FrozenFeatures, classes: int, *, balance: Balance | None
         balanced = balance != "none"
         chosen = cross_validate(train, classes, balanced=balanced, device=place)
 
-    def fit(rows: Features, l2: float, start: Linear | None = None) -> Linear:
-        weights = row_weights(rows.labels, classes) if balanced else None
-        return logistic(rows.values, rows.labels, classes, l2, weights=weights, start=start, device=place)
-
-    alone, soft = fit(train, chosen.l2), max(chosen.l2, SOFT)
-    start = alone if soft == chosen.l2 else fit(train, soft)
+    alone = fit_head(train, classes, chosen.l2, balanced, place)
+    final = fit_head(features.all, classes, chosen.l2, balanced, place, alone)
     accuracy = float((alone.guesses(held.values) == held.labels).mean())
-    return Heads(chosen, balanced, fit(features.all, chosen.l2, alone), alone, start, accuracy)
+    return Heads(chosen, balanced, final, alone, accuracy)
+
+
+def fit_head(
+    rows: Features, classes: int, l2: float, balanced: bool, device: torch.device, start: Linear | None = None
+) -> Linear:
+    weights = row_weights(rows.labels, classes) if balanced else None
+    return logistic(rows.values, rows.labels, classes, l2, weights=weights, start=start, device=device)
+
+
+def soft_head(train: Features, heads: Heads, epochs: float) -> Linear:
+    """The head from which fine-tuning for so many passes over the images starts."""
+    least = next(l2 for passes, l2 in SOFT if epochs >= passes)
+    if heads.chosen.l2 >= least:
+        return heads.alone
+    weights = heads.alone.weights
+    return fit_head(train, weights.shape[1], least, heads.balanced, weights.device)
 
 
 def choose(train: Features, classes: int, device: torch.device) -> tuple[CrossValidation, bool]:

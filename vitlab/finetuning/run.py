@@ -29,7 +29,7 @@ from vitlab.evaluation.review import Part, make_part, review, review_test
 from vitlab.evaluation.temperature import fit_temperature
 from vitlab.evaluation.unknown import fit_unknown
 from vitlab.finetuning.budget import Budget
-from vitlab.finetuning.head import FrozenFeatures, Heads, fit_heads, frozen_features, image_seconds, set_head
+from vitlab.finetuning.head import FrozenFeatures, Heads, fit_heads, frozen_features, image_seconds, set_head, soft_head
 from vitlab.finetuning.plan import Plan
 from vitlab.models.card import Card
 from vitlab.report import Report, write_report
@@ -157,7 +157,7 @@ class Run:
                 raise UserError(f"the run in {out} has another {key}; continue it with its own settings")
 
     def first_stage(self, stages: Stages) -> Stages:
-        """Features, heads, the model and its report."""
+        """Features, heads, the model and its report, the review."""
         plan, data, model, keep = self.plan, self.plan.data, self.plan.model, self.features(tuned=False)
         write_stages(self.out, stages)
         if stages.image is None:
@@ -169,26 +169,19 @@ class Run:
             self.print(f"there is time for the features of {images:,} of {total:,} images; --minutes gives more")
         features = frozen_features(model, known, keep, self.options)
         heads = fit_heads(features, len(data.classes), balance=plan.balance, device=plan.recipe.device)
-        about = f"logistic head on frozen features of {images} images, l2 {heads.chosen.l2:g}"
-        provenance = {**find_origin(plan.weights), "data": data.name, "training": about}
-        card = replace(model.card, labels=data.classes, provenance=provenance)
-        self.save_head(heads.start, card, self.out / START)
-        temperature = fit_temperature(heads.chosen.logits, features.train.labels).value
-        # the report is about validation images, so its model has not seen them
-        card = replace(card, temperature=temperature, unknown=fit_unknown(features.train))
-        self.save_head(heads.alone, card, self.out)
         stages = self.measured(stages, heads, images)
         write_stages(self.out, stages)
-        (self.out / RECIPE).unlink(missing_ok=True)  # of a first stage that was interrupted
-        single = Cluster(self.cluster.device)
-        prepare_run(self.recipe(stages), self.out, single, resume=False, data=data, start=self.out / START)
-        (self.out / LOG).touch()
+        card = self.new_card(heads, images)
+        self.begin_tuning(stages, soft_head(features.train, heads, self.epochs(stages)), card)
         self.print(
             f"head: {heads.accuracy:.1%} of {len(features.validation.labels)} validation images, "
             f"{heads.chosen.accuracy:.1%} by cross-validation; {duration(self.spent())}"
             + ("; every class weighs the same, which helps the rare ones" if heads.balanced else "")
         )
-        if stages.steps:
+        temperature = fit_temperature(heads.chosen.logits, features.train.labels).value
+        card = replace(card, temperature=temperature)
+        if stages.steps:  # the report is about validation images, so its model has not seen them
+            self.save_head(heads.alone, replace(card, unknown=fit_unknown(features.train)), self.out)
             self.report(replace(data, test=known.validation or data.test), "validation", keep)
         else:
             self.print(f"{duration(plan.seconds)} are too short to fine-tune as well: the head is the result")
@@ -201,6 +194,22 @@ class Run:
         stages = replace(stages, ready=True, spent=self.spent())
         write_stages(self.out, stages)
         return stages
+
+    def new_card(self, heads: Heads, images: int) -> Card:
+        about = f"logistic head on frozen features of {images} images, l2 {heads.chosen.l2:g}"
+        provenance = {**find_origin(self.plan.weights), "data": self.plan.data.name, "training": about}
+        return replace(self.plan.model.card, labels=self.plan.data.classes, provenance=provenance)
+
+    def epochs(self, stages: Stages) -> float:
+        return stages.steps * self.plan.recipe.batch / len(self.plan.data.train)
+
+    def begin_tuning(self, stages: Stages, head: Linear, card: Card) -> None:
+        """Write what the second stage starts from, and its recipe, which the report describes."""
+        self.save_head(head, card, self.out / START)
+        (self.out / RECIPE).unlink(missing_ok=True)  # of a first stage that was interrupted
+        single = Cluster(self.cluster.device)
+        prepare_run(self.recipe(stages), self.out, single, resume=False, data=self.plan.data, start=self.out / START)
+        (self.out / LOG).touch()
 
     def save_head(self, head: Linear, card: Card, to: Path) -> None:
         set_head(self.plan.model, head)
