@@ -146,7 +146,7 @@ def staged(given: Any, row: dict[str, Any], folder: Path) -> Test:
     spent = START + given.pace * (len(data.train) + held)
     free = given.pace * len(data.test)  # testing is left out
     steps = Budget(60 * given.minutes + free, given.pace).steps(data, len(data.train) + held, spent, BATCH)
-    return command(given, row, folder, *([f"steps={steps}"] if steps else ["--minutes", "0.01"]))
+    return command(given, row, folder, f"steps={steps}") if steps else first_stage(given, row, folder)
 
 
 def plain(given: Any, row: dict[str, Any], folder: Path) -> Test:

@@ -28,7 +28,7 @@ from vitlab.evaluation.extract import Features, extract
 from vitlab.evaluation.piece_cache import Values
 from vitlab.evaluation.probe import logistic
 from vitlab.evaluation.unknown import Strangeness, auroc, covariance, fit_strangeness, out_of_fold
-from vitlab.models.unknown import conformal_limit
+from vitlab.models.unknown import held_out_limit
 
 Way = Callable[[Values, Ints], Strangeness]  # fitted to training features and labels
 
@@ -180,7 +180,7 @@ def measure(way: Way, cases: list[Case]) -> dict[str, float]:
     rows: dict[str, list[float]] = {}
     for case in cases:
         distance = way(case.train.values, case.train.labels)
-        limit = conformal_limit(torch.from_numpy(np.sort(out_of_fold(way, case.train))), RATE)
+        limit = held_out_limit(torch.from_numpy(np.sort(out_of_fold(way, case.train))), RATE)
         known = distance(case.known)
         rows.setdefault("refused", []).append(float((known > limit).mean()))
         for name, values in case.strange.items():

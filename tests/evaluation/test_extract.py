@@ -243,7 +243,7 @@ def test_broken_images_are_left_out(
         os.utime(source.name(i), ns=(states[i].st_atime_ns, states[i].st_mtime_ns))
     good = np.setdiff1d(np.arange(len(source)), bad)
     for again in range(2):
-        with caplog.at_level(logging.INFO, "vitlab"):
+        with caplog.at_level(logging.DEBUG, "vitlab"):
             found = small(model, source, keep=tmp_path / "kept", broken_limit=0.5)
         assert_array_equal(found.index, good)
         assert_array_equal(found.labels, source.labels[good])

@@ -20,7 +20,7 @@ from vitlab.evaluation import unknown as module
 from vitlab.evaluation.cross_validation import deal_folds
 from vitlab.evaluation.extract import Features, extract
 from vitlab.evaluation.unknown import FOLDS, auroc, covariance, fit_classes, out_of_fold
-from vitlab.models.unknown import FAR, Unknown, conformal_limit
+from vitlab.models.unknown import FAR, Unknown, held_out_limit
 
 D, CLASSES = 6, 40
 SHARED = Path(os.environ.get("VITLAB_SHARED", Path(__file__).parents[3] / "shared"))
@@ -123,13 +123,13 @@ def test_the_promise_holds(way: str, rate: float) -> None:
     assert np.mean(shares) < rate + 4 * error  # folds have fewer images, so out of fold errs to the safe side
 
 
-def test_the_limit_is_a_conformal_quantile() -> None:
+def test_the_limit_is_a_quantile_of_a_new_image() -> None:
     values = torch.arange(1.0, 101)
-    assert conformal_limit(values, 0.05) == 96  # ceil(101 * 0.95)
-    assert conformal_limit(values[:19], 0.05) == 19  # the first number of images that can promise 5 %
-    assert conformal_limit(values[:18], 0.05) == float("inf")
-    assert conformal_limit(values[:9], 0.1) == 9
-    assert conformal_limit(values[:0], 0.5) == float("inf")
+    assert held_out_limit(values, 0.05) == pytest.approx(95.95)  # 101 * 0.95
+    assert held_out_limit(values[:19], 0.05) == 19  # the first number of images that can promise 5 %
+    assert held_out_limit(values[:18], 0.05) == float("inf")
+    assert held_out_limit(values[:9], 0.1) == 9
+    assert held_out_limit(values[:0], 0.5) == float("inf")
 
 
 def test_the_scale_of_distances() -> None:
@@ -139,14 +139,10 @@ def test_the_scale_of_distances() -> None:
     fitted = fit_unknown(world.images(world.means, 8), held_out)
     found = fitted.distances(torch.from_numpy(held_out.values)).numpy()
     assert np.median(found) == pytest.approx(0, abs=0.02)
-    assert np.sort(found)[conformal_rank(len(found)) - 1] == pytest.approx(1, abs=1e-5)
+    assert np.quantile(found, 0.95, method="weibull") == pytest.approx(1, abs=1e-5)  # of m + 1 ranks
     loose = replace(fitted, rate=0.3).distances(torch.from_numpy(held_out.values)).numpy()
     assert (np.argsort(loose) == np.argsort(found)).all()
     assert (loose > 1).mean() == pytest.approx(0.3, abs=0.002)
-
-
-def conformal_rank(m: int) -> int:
-    return int(np.ceil((m + 1) * 0.95))
 
 
 # ---- its parts

@@ -39,7 +39,7 @@ def finetune(
 ) -> None:
     """Make a classifier of your classes: a head on frozen features first, then fine-tuning in the time that is left.
 
-    The model and its report are there after the first stage. Fine-tuning is kept if it is no worse on held-out images.
+    The model and its report are there after the first stage. Fine-tuning is kept unless it is worse on held-out images.
     """
     with stoppable(STOPPED_EARLY):
         from vitlab.device import memory_errors

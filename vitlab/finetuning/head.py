@@ -73,8 +73,7 @@ class Heads:
 def fit_heads(features: FrozenFeatures, classes: int, *, balance: Balance | None = None, device: str = "cpu") -> Heads:
     """Choose a penalty, and whether to balance classes of uneven size unless `balance` does; fit the heads."""
     train, held = features.train, features.validation
-    place = pick_device(device) if len(train.labels) * classes > LARGE else torch.device("cpu")
-    place = place if place.type == "cuda" else torch.device("cpu")  # others have no float64
+    place = fit_device(device, len(train.labels) * classes)
     if balance is None:
         chosen, balanced = choose(train, classes, place)
     else:
@@ -85,6 +84,12 @@ def fit_heads(features: FrozenFeatures, classes: int, *, balance: Balance | None
     final = fit_head(features.all, classes, chosen.l2, balanced, place, alone)
     accuracy = float((alone.guesses(held.values) == held.labels).mean())
     return Heads(chosen, balanced, final, alone, accuracy)
+
+
+def fit_device(device: str, logits: int) -> torch.device:
+    """Where to fit: a large problem on the GPU, if it has float64."""
+    place = pick_device(device)
+    return place if place.type == "cuda" and logits > LARGE else torch.device("cpu")
 
 
 def fit_head(

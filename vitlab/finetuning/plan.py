@@ -76,7 +76,7 @@ def make_plan(spec: str, start: str | None, pairs: list[str], minutes: float | N
         f"{len(data.classes)} classes; {data.note}",
         f"weights  {weights}",
         f"model    {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {size[0]}x{size[1]} px",
-        "stages   1. a head on frozen features, with a report; 2. fine-tuning from it, kept if it is no worse"
+        "stages   1. a head on frozen features, with a report; 2. fine-tuning from it, kept unless it is worse"
         + (f"; yours: {' '.join(pairs)}" if pairs else ""),
         f"time     {duration(seconds)} on this {machine(device)}" if steps is None else f"time     {steps} steps",
     )

@@ -11,10 +11,13 @@ The stages are compared on the validation images. The test images are used once,
 Killed at any moment, a run continues with what is in its folder; the first stage begins again with the features there.
 """
 
+import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 
 from vitlab.data.open import subset_indices
@@ -29,7 +32,17 @@ from vitlab.evaluation.review import Part, make_part, review, review_test
 from vitlab.evaluation.temperature import fit_temperature
 from vitlab.evaluation.unknown import fit_unknown
 from vitlab.finetuning.budget import Budget
-from vitlab.finetuning.head import FrozenFeatures, Heads, fit_heads, frozen_features, image_seconds, set_head, soft_head
+from vitlab.finetuning.head import (
+    FrozenFeatures,
+    Heads,
+    fit_device,
+    fit_head,
+    fit_heads,
+    frozen_features,
+    image_seconds,
+    set_head,
+    soft_head,
+)
 from vitlab.finetuning.plan import Plan
 from vitlab.models.card import Card
 from vitlab.report import Report, write_report
@@ -49,6 +62,9 @@ from vitlab.weights import load, save
 from vitlab.weights.load import find_origin
 
 START = "start"
+CHANCE = 0.1  # probability of as great a loss by chance, below which fine-tuning is dropped
+
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -245,7 +261,7 @@ class Run:
             train(recipe, self.out, console=self.console, data=data, stage=stage, **options)
         except Diverged as error:
             self.print(f"{error}; so the head is the result")
-            return self.cluster.agree(lambda: self.judged(stages, 0.0))
+            return self.cluster.agree(lambda: self.judged(stages, 0.0, kept=False))
         return self.cluster.agree(lambda: self.judge(stages))
 
     def judge(self, stages: Stages) -> Stages:
@@ -255,21 +271,32 @@ class Run:
         best = load(self.out / "checkpoints" / "best")
         held = extract(best, known.validation, keep=keep, title="validation features", **self.options)
         logits = head_logits(best, held.values)
-        accuracy = float((logits.argmax(1) == held.labels).mean())
-        if replace(stages, tuned=accuracy).improved:
+        right = logits.argmax(1) == held.labels
+        kept = not is_worse(right, self.head_hits(stages))
+        if kept:
             seen = extract(best, known.train, keep=keep, title="training features", **self.options)
             temperature, unknown = fit_temperature(logits, held.labels).value, fit_unknown(seen, held)
             if unknown is None:
                 self.print(f'{len(held.labels)} validation images are too few to answer "none of these"')
             best.card = replace(best.card, temperature=temperature, unknown=unknown)
             save(best, self.out)
-        stages = self.judged(stages, accuracy)
-        verdict = "kept" if stages.improved else "dropped: the head is better"
-        self.print(f"fine-tuning: {accuracy:.1%} of the validation images, the head had {stages.head:.1%}; {verdict}")
+        stages = self.judged(stages, float(right.mean()), kept)
+        verdict = "kept" if kept else "dropped: the head is better"
+        self.print(
+            f"fine-tuning: {right.mean():.1%} of the validation images, the head had {stages.head:.1%}; {verdict}"
+        )
         return stages
 
-    def judged(self, stages: Stages, accuracy: float) -> Stages:
-        stages = replace(stages, tuned=accuracy, spent=self.spent())
+    def head_hits(self, stages: Stages) -> Bools:
+        """Whether the head that was fitted to the training images is right about each validation image."""
+        found = frozen_features(self.plan.model, self.known(stages), self.features(tuned=False), self.options)
+        classes, device = len(self.plan.data.classes), self.plan.recipe.device
+        place = fit_device(device, len(found.train.labels) * classes)
+        head = fit_head(found.train, classes, stages.l2, stages.balanced, place)
+        return head.guesses(found.validation.values) == found.validation.labels
+
+    def judged(self, stages: Stages, accuracy: float, kept: bool) -> Stages:
+        stages = replace(stages, tuned=accuracy, kept=kept, spent=self.spent())
         write_stages(self.out, stages)
         return stages
 
@@ -277,7 +304,7 @@ class Run:
 
     def finish(self, stages: Stages) -> Finetuned:
         """The report on the test images, by the first process."""
-        keep, stages = self.features(tuned=stages.improved), replace(stages, finished=True)
+        keep, stages = self.features(tuned=stages.kept), replace(stages, finished=True)
         try:
             self.review_test(self.known(stages), keep)
         except (UserError, OSError) as error:
@@ -313,6 +340,16 @@ class Run:
     def print(self, line: str) -> None:
         if self.cluster.first:
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def is_worse(new: Bools, old: Bools) -> bool:
+    """Whether fewer images are right than before, and that is hardly chance: the sign test on those that changed.
+
+    Few validation images differ by chance alone, and fine-tuning is better nearly every time; see docs/finetuning.md.
+    """
+    lost, won = int((old & ~new).sum()), int((new & ~old).sum())
+    tail = sum(math.comb(lost + won, k) for k in range(lost, lost + won + 1)) / 2 ** (lost + won)
+    return lost > won and tail < CHANCE
 
 
 def draw(source: ImageSource, share: float) -> ImageSource:

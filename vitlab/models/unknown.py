@@ -46,7 +46,7 @@ class Unknown:
     @cached_property
     def limit(self) -> float:
         """The strangeness above which an image is refused; infinite where too few images were held out."""
-        return conformal_limit(self.held_out, self.rate)
+        return held_out_limit(self.held_out, self.rate)
 
     def distances(self, features: Tensor) -> Tensor:
         """Distances (b,) of features (b, D): the strangeness on a scale on which images above 1 are refused.
@@ -130,11 +130,16 @@ class Normals:
         return x @ self.products - (x.square() @ self.squares + self.constants) / 2
 
 
-def conformal_limit(ascending: Tensor, rate: float) -> float:
-    """The value that a new image exceeds with a probability of `rate` at most, from m values of images like it.
+def held_out_limit(ascending: Tensor, rate: float) -> float:
+    """The value that a new image exceeds with the probability `rate`, from m values of images like it.
 
     Each of the m + 1 ranks among them is as likely for it, so it exceeds the k-th smallest of the m with probability
-    (m + 1 - k) / (m + 1), at most `rate` for k = ceil((m + 1)(1 - rate)). Infinite where that k is more than m.
+    1 - k / (m + 1), which is `rate` for k = (m + 1)(1 - rate); a k that is no integer lies between two of the values.
+    Infinite where that k is more than m.
     """
-    k = math.ceil((len(ascending) + 1) * (1 - rate) - 1e-9)  # against rounding: 20 * (1 - 0.05) is 19
-    return float(ascending[k - 1]) if 1 <= k <= len(ascending) else math.inf
+    k = (len(ascending) + 1) * (1 - rate)
+    if not 1 <= k <= len(ascending) + 1e-9:  # against rounding: 20 * (1 - 0.05) is 19
+        return math.inf
+    low = min(int(k + 1e-9), len(ascending))
+    below, above = float(ascending[low - 1]), float(ascending[min(low, len(ascending) - 1)])
+    return below + max(0.0, k - low) * (above - below)

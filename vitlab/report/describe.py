@@ -90,8 +90,11 @@ def describe_tuning(stages: Stages) -> str:
     """What fine-tuning brought after it."""
     if stages.tuned is None:
         return "Fine-tuning is not finished." if stages.steps else "The time was too short for fine-tuning."
-    kept = "so it was kept" if stages.improved else "so the head stayed"
-    return f"Fine-tuning from that head: {percent(stages.tuned)} of the validation images, {kept}."
+    kept = "so it was kept" if stages.tuned >= stages.head else "too small a difference to count, so it was kept"
+    return (
+        f"Fine-tuning from that head: {percent(stages.tuned)} of the validation images, "
+        f"{kept if stages.kept else 'so the head stayed'}."
+    )
 
 
 def describe_augment(augment: Augment) -> str:

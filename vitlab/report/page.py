@@ -44,7 +44,7 @@ class Subject:
     @property
     def is_trained(self) -> bool:
         """Whether the model is that of the recipe, and not of a stage before it."""
-        return self.stages is None or self.stages.improved
+        return self.stages is None or self.stages.kept
 
     @property
     def run_flops(self) -> int:

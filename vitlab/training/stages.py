@@ -32,15 +32,11 @@ class Stages:
     steps: Annotated[int, STEPS, "of fine-tuning; 0: none"] = 0
     ready: Annotated[bool, "whether the first stage is done"] = False
     tuned: Annotated[float | None, RATE, "accuracy on the validation images after fine-tuning"] = None
+    kept: Annotated[bool, "whether the fine-tuned model is the result"] = False
     finished: Annotated[bool, "whether the last stage is done"] = False
 
     def __post_init__(self) -> None:
         check_types(self)
-
-    @property
-    def improved(self) -> bool:
-        """Whether fine-tuning is kept; of equals it is: on small sets it is the better one nearly every time."""
-        return self.tuned is not None and self.tuned >= self.head
 
 
 def read_stages(out: Path) -> Stages | None:
