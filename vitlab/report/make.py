@@ -109,7 +109,8 @@ def score_model(
 ) -> Evaluation | MultiEvaluation:
     """Scores on the images that can be read, however few: a finished run has a report."""
     if model.card.thresholds is not None:
-        return evaluate_sets(model, source, device=device, keep=keep, broken_limit=1)
+        return evaluate_sets(model, source, device=device, broken_limit=1)
+    keep = keep if model.card.unknown is not None else None  # other models are scored by logits
     return evaluate(model, source, device=device, keep=keep, broken_limit=1)
 
 
