@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -104,6 +105,21 @@ def atomic_path(path: Path, folder: bool) -> Iterator[Path]:
             fsync(path.parent)
     finally:  # after the rename there is nothing here
         shutil.rmtree(place, ignore_errors=True) if folder else place.unlink(missing_ok=True)
+
+
+def check_folder(path: Path, option: str = "--out") -> None:
+    """Raise UserError, before the work rather than after it, if a folder of results cannot be made or written to."""
+    place = path.expanduser().absolute()
+    while not os.path.lexists(place):  # the folder that new ones would be made in
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except NotADirectoryError:
+        raise UserError(f"{option} {path} cannot be used: {place} is a file; name a folder") from None
+    except OSError as error:
+        why = error.strerror or brief(error)
+        raise UserError(f"{option} {path} cannot be used: nothing can be written in {place} ({why})") from None
 
 
 def largest_number(data: object) -> int:

@@ -28,7 +28,7 @@ def test_summary(tmp_path: Path, workers: int) -> None:
     pairs = {(Path(a).name, Path(b).name) for a, b in found.duplicates}
     assert pairs == {("000.png", "001.png"), ("002.png", "002.png"), ("003.png", "003.png")}  # 000 was replaced
     text = " / ".join(class_warnings(data) + image_warnings(found))
-    for part in ("no test images: few", "fewer than 5 training images: few", "1 broken images in train", "3 images"):
+    for part in ("no test images: few", "fewer than 5 training images: few", "1 broken image in train", "3 images"):
         assert part in text
 
 

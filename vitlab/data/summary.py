@@ -15,6 +15,7 @@ from vitlab.data.rng import SAMPLES, Ints, keys
 from vitlab.data.source import Data, ImageSource
 from vitlab.data.workers import BrokenEntry, ImageReader, read_all
 from vitlab.terminal import printable
+from vitlab.text import counted
 
 FEW_IMAGES = 5  # training images below which a class is hardly learnable
 NAME_LENGTH = 60  # characters of a class name in a table
@@ -106,7 +107,8 @@ def class_warnings(data: Data) -> list[str]:
             )
     tiny = [data.classes[i] for i in np.flatnonzero((train > 0) & (train < FEW_IMAGES))]
     if tiny:
-        warnings.append(f"{len(tiny)} classes have fewer than {FEW_IMAGES} training images: {name_some(tiny)}")
+        have = "1 class has" if len(tiny) == 1 else f"{len(tiny)} classes have"
+        warnings.append(f"{have} fewer than {FEW_IMAGES} training images: {name_some(tiny)}")
     present = np.flatnonzero(train)
     most, least = present[train[present].argmax()], present[train[present].argmin()]
     if train[most] >= IMBALANCE * train[least]:
@@ -119,11 +121,15 @@ def image_warnings(summary: Summary) -> list[str]:
     """Problems of the images: broken ones, those that are in two splits, and those under two labels."""
     broken = {split: [name for _, name, _ in found.broken] for split, found in summary.splits.items()}
     warnings = [
-        f"{len(names)} broken images in {split}: {name_some(names)}" for split, names in broken.items() if names
+        f"{counted(len(names), 'broken image')} in {split}: {name_some(names)}"
+        for split, names in broken.items()
+        if names
     ]
     if summary.duplicates:
         one, other = summary.duplicates[0]
-        warnings.append(f"{len(summary.duplicates)} images outside train are also in train, such as {other} = {one}")
+        count = len(summary.duplicates)
+        are = "1 image outside train is" if count == 1 else f"{count} images outside train are"
+        warnings.append(f"{are} also in train, such as {other} = {one}")
     if summary.two_labels:
         one, other = summary.two_labels[0]
         count = len(summary.two_labels)

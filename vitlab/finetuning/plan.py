@@ -8,7 +8,7 @@ from vitlab.device import pick_device
 from vitlab.errors import UserError
 from vitlab.finetuning.budget import BATCH, MINUTES
 from vitlab.models.variants import Model, name_of
-from vitlab.text import duration
+from vitlab.text import counted, duration
 from vitlab.training.auto import data_warnings, find_weights, machine
 from vitlab.training.recipe import Recipe, change, count_steps, override
 from vitlab.training.recipes import vary
@@ -72,7 +72,9 @@ def make_plan(spec: str, start: str | None, pairs: list[str], minutes: float | N
         f"model    {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {size[0]}x{size[1]} px",
         "stages   1. a head on frozen features, with a report; 2. fine-tuning from it, kept if it is better"
         + (f"; yours: {' '.join(pairs)}" if pairs else ""),
-        f"time     {duration(seconds)} on this {machine(device)}" if steps is None else f"time     {steps} steps",
+        f"time     {duration(seconds)} on this {machine(device)}"
+        if steps is None
+        else f"time     {counted(steps, 'step')}",
     )
     return Plan(
         data, model, weights, recipe, tuple(pairs), seconds, steps, lines, (*warnings, *data_warnings(data, spec))

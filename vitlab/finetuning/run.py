@@ -30,7 +30,7 @@ from vitlab.finetuning.budget import Budget
 from vitlab.finetuning.head import FrozenFeatures, Heads, fit_heads, frozen_features, set_head
 from vitlab.finetuning.plan import Plan
 from vitlab.report import Report, write_report
-from vitlab.text import duration
+from vitlab.text import counted, duration
 from vitlab.training.log import LOG
 from vitlab.training.loop import train
 from vitlab.training.parallel import Cluster, process_group
@@ -140,7 +140,7 @@ class Run:
         findings = review(parts_of(data, features, heads), data.classes)  # after the report: it reads images again
         write_review(self.out / REVIEW, findings)
         if findings:
-            self.print(f"worth a look: {len(findings)} images in {self.out / REVIEW}; use it with --apply")
+            self.print(f"worth a look: {counted(len(findings), 'image')} in {self.out / REVIEW}; use it with --apply")
         return stages
 
     def tune(self, stages: Stages) -> Stages:
@@ -150,7 +150,7 @@ class Run:
         deadline = None
         if self.plan.steps is None:
             deadline = started + Budget(stages.seconds, stages.image).deadline(data, stages.spent)
-        self.print(f"fine-tuning: up to {stages.steps} steps of {recipe.batch} images")
+        self.print(f"fine-tuning: up to {counted(stages.steps, 'step')} of {recipe.batch} images")
         train(
             recipe,
             self.out,

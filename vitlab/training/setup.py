@@ -18,7 +18,7 @@ from vitlab.data.review_file import apply_review
 from vitlab.data.source import Data
 from vitlab.device import pick_workers
 from vitlab.errors import UserError
-from vitlab.files import atomic_file
+from vitlab.files import atomic_file, check_folder
 from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig
 from vitlab.models.meta import meta_model
 from vitlab.models.variants import Model, build, create
@@ -30,6 +30,7 @@ from vitlab.training.checkpoint import CheckpointMeta, FoundCheckpoint, disk_err
 from vitlab.training.objectives import start_at_frequency, start_sigmoid
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, difference, override, resolve_length
+from vitlab.training.stages import STAGES
 from vitlab.training.start import choose_head, make_provenance
 from vitlab.training.trust import check_trusted_data, check_trusted_review, check_trusted_weights, remember_recipe
 from vitlab.weights import load
@@ -102,6 +103,13 @@ def recipe_to_resume(out: Path, pairs: list[str]) -> Recipe | None:
     if recipe.review is not None and "review" not in given:
         check_trusted_review(recipe.review, out / RECIPE)
     return recipe
+
+
+def check_new_folder(out: Path, *, resume: bool) -> None:
+    """Raise UserError, before data are looked at, for a folder that cannot hold a run or holds one already."""
+    check_folder(out)
+    if not resume and any(os.path.lexists(out / name) for name in (RECIPE, STAGES)):
+        raise UserError(f"{out} holds a run already; continue it with --resume, or choose another --out")
 
 
 def prepare_run(
