@@ -72,9 +72,7 @@ def make_plan(spec: str, start: str | None, pairs: list[str], minutes: float | N
         f"model    {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {size[0]}x{size[1]} px",
         "stages   1. a head on frozen features, with a report; 2. fine-tuning from it, kept if it is better"
         + (f"; yours: {' '.join(pairs)}" if pairs else ""),
-        f"time     {duration(seconds)} on this {machine(device)}"
-        if steps is None
-        else f"time     {counted(steps, 'step')}",
+        "time     " + (f"{duration(seconds)} on this {machine(device)}" if steps is None else counted(steps, "step")),
     )
     return Plan(
         data, model, weights, recipe, tuple(pairs), seconds, steps, lines, (*warnings, *data_warnings(data, spec))
