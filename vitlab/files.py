@@ -164,8 +164,9 @@ def read_text(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """VITLAB_DATA, else ~/.cache/vitlab."""
-    return Path(os.environ.get("VITLAB_DATA") or "~/.cache/vitlab").expanduser()
+    """VITLAB_DATA, else vitlab in XDG_CACHE_HOME, else ~/.cache/vitlab."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "vitlab"
+    return Path(os.environ.get("VITLAB_DATA") or home).expanduser()
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ AcceptDataChanges = Annotated[
     bool, Option("--accept-data-changes", help="Continue although files of the data changed.")
 ]
 KEEP = "A folder for computed features, so that an interrupted command continues and the next one need not compute "
-KEEP += "them; by default RUN/features if RUN is a folder, else none."
+KEEP += "them; by default in ~/.cache/vitlab/features (VITLAB_DATA moves it)."
 KeepFeatures = Annotated[Path | None, Option("--keep", help=KEEP, show_default=False)]
 ByPosition = Annotated[
     bool,
