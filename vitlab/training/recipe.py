@@ -90,7 +90,7 @@ class Recipe:
 
     # how it runs
     seed: Annotated[int, Range(0), "every random number follows from it"] = 0
-    device: Annotated[str, "auto, cpu, cuda or mps"] = "auto"
+    device: Annotated[str, "auto, cpu, cuda, cuda:1 or mps"] = "auto"
     precision: Annotated[Precision, "auto: mixed bfloat16 where the GPU has it"] = "auto"
     compile: Annotated[Compile, "torch.compile; auto: on a GPU"] = "auto"
     cuda_graph: Annotated[bool, "on one GPU without micro-batches, AdamW's step as a CUDA graph: for small models"] = (
