@@ -260,6 +260,7 @@ PAGES: dict[str, Page] = {
     "docs/serving.md": Page(
         files={"runs/mine": run(), "cat.jpg": photo, "dog.jpg": photo},
         replace={"the.host": "127.0.0.1"},
+        parsed={"docker": "needs Docker; tests/serving/test_dockerfile.py checks what it can"},
     ),
     "docs/results/README.md": Page(
         files={
