@@ -216,6 +216,7 @@ PAGES: dict[str, Page] = {
             "runs/mine": run(),
             "R26_S_32.npz": converted("google", name="R26+S/32", size=64, gelu="tanh"),
         },
+        parsed={"vitlab convert runs/mine mine-hub": "needs a network and an account"},
     ),
     "docs/evaluation.md": Page(
         files={
