@@ -155,7 +155,7 @@ def test_a_missing_package(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     if name == "wandb":
         train_small(tmp_path / "plain", **SHORT)  # not imported unless it is named
     with pytest.raises(UserError, match=rf"^{name}=true needs the package {name}: pip install {name}$"):
-        train_small(tmp_path / "run", **{name: True}, **SHORT)
+        train_small(tmp_path / "run", **SHORT | {name: True})
 
 
 def test_no_account(wandb: FakeWandB, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

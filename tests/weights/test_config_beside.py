@@ -22,8 +22,21 @@ from vitlab.weights.beside import beside_path
 
 NAMES = ["ant", "bee", "cow"]
 ODD = Preprocess((0.1, 0.25, 0.4), (0.3, 0.2, 0.6), "bilinear", "crop", 0.95)
-ARGS = {"depth": 1, "embed_dim": 64, "num_heads": 4, "img_size": 32, "num_classes": 3}  # by its width it has 1 head
-FLAT = {"arch": "vit_tiny_patch16_224", "embed_dim": 64, "depth": 1, "num_heads": 4, "image": 32, "num_classes": 3}
+ARGS: dict[str, Any] = {
+    "depth": 1,
+    "embed_dim": 64,
+    "num_heads": 4,
+    "img_size": 32,
+    "num_classes": 3,
+}  # by its width it has 1 head
+FLAT: dict[str, Any] = {
+    "arch": "vit_tiny_patch16_224",
+    "embed_dim": 64,
+    "depth": 1,
+    "num_heads": 4,
+    "image": 32,
+    "num_classes": 3,
+}
 FLAT |= {"norm_eps": 1e-5, "mean": ODD.mean, "std": ODD.std, "crop_pct": 0.95, "interpolation": "bilinear"}
 
 
@@ -39,7 +52,7 @@ def test_timms_own_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     """As timm writes it for the hub."""
     model, _ = timm_file(tmp_path)
     model.pretrained_cfg |= {"mean": ODD.mean, "std": ODD.std, "crop_pct": 0.95, "interpolation": "bilinear"}
-    save_for_hf(model, tmp_path / "hub", {"label_names": NAMES, "model_args": ARGS}, safe_serialization=True)
+    save_for_hf(model, str(tmp_path / "hub"), {"label_names": NAMES, "model_args": ARGS}, safe_serialization=True)
     (tmp_path / "hub" / "model.safetensors").rename(tmp_path / "hub" / "any.safetensors")
     with caplog.at_level(logging.INFO, "vitlab"):
         ours = load(tmp_path / "hub" / "any.safetensors")
@@ -66,8 +79,13 @@ def test_fields_at_the_top(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_transformers_files(tmp_path: Path) -> None:
-    names = {"id2label": dict(enumerate(NAMES)), "label2id": {name: i for i, name in enumerate(NAMES)}}
-    small = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 80}
+    names: dict[str, Any] = {"id2label": dict(enumerate(NAMES)), "label2id": {name: i for i, name in enumerate(NAMES)}}
+    small: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 80,
+    }
     theirs = randomize(ViTForImageClassification(TheirConfig(**small, image_size=32, patch_size=8, **names)))
     theirs.save_pretrained(tmp_path)
     ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=list(ODD.mean)).save_pretrained(tmp_path)

@@ -46,4 +46,4 @@ def convert(
     console.print(f"{target} is written")
     if push is not None:
         provenance = load(source, format=format, **values).card.provenance
-        console.print(f"uploaded: {push_to_hub(target, push, provenance)}", soft_wrap=True)
+        console.print(f"uploaded: {push_to_hub(target, push, provenance or {})}", soft_wrap=True)
