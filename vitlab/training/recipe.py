@@ -31,8 +31,10 @@ NESTED = ("augment", "preprocess", "model_settings")
 # What a model's name, the recipe or the data decide.
 NOT_IN_RECIPE = ("image_size", "patch", "stem", "classes")
 # What may change between a run and its continuation: it is the same run, on another machine to another rounding.
-LOOSE = ("workers", "device", "parallel", "checkpoint_every", "log_every", "data", "broken_limit")
-LOOSE += ("tensorboard", "wandb", "mlflow")
+LOOSE = (
+    *("workers", "device", "parallel", "checkpoint_every", "log_every", "data", "broken_limit"),
+    *("tensorboard", "wandb", "mlflow"),
+)
 
 
 @dataclass(frozen=True)

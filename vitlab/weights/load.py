@@ -181,7 +181,7 @@ def open_file(name: str, path: Path) -> RawCheckpoint:
     return RawCheckpoint(name, open_tensors(path), config, processor, beside, is_guess=bool(config))
 
 
-def find_configs(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def find_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """config.json and preprocessor_config.json of timm or transformers in the folder of a file; empty without."""
     try:
         config, processor = read_configs(folder)
@@ -191,7 +191,7 @@ def find_configs(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return (config, processor) if config.keys() & {"architecture", "arch", "model_type"} else ({}, {})
 
 
-def read_configs(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     files = [folder / "config.json", folder / "preprocessor_config.json"]
     config, processor = (read_json(file) if file.is_file() else {} for file in files)
     return config, processor
