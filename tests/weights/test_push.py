@@ -114,7 +114,8 @@ def test_the_upload_is_the_model(hub: Hub, run: str, tmp_path: Path, command: Co
     (tmp_path / "downloaded").mkdir()
     for name, data in hub.files.items():
         (tmp_path / "downloaded" / name).write_bytes(data)
-    theirs, ours = ViTForImageClassification.from_pretrained(tmp_path / "downloaded").eval(), load(run)
+    theirs: Any = ViTForImageClassification.from_pretrained(tmp_path / "downloaded")
+    theirs, ours = theirs.eval(), load(run)
     with torch.no_grad():
         agree(theirs(images(32)).logits, ours(images(32)))
     back = load(tmp_path / "downloaded").card
@@ -123,8 +124,8 @@ def test_the_upload_is_the_model(hub: Hub, run: str, tmp_path: Path, command: Co
 
 def test_the_card(hub: Hub, run: str, tmp_path: Path, command: Command) -> None:
     assert push(command, run, tmp_path / "hub")[0] == 0
-    data = huggingface_hub.ModelCard(hub.files["README.md"].decode()).data  # its own parser
-    assert (data.library_name, data.pipeline_tag) == ("transformers", "image-classification")
+    about = huggingface_hub.ModelCard(hub.files["README.md"].decode()).data.to_dict()  # its own parser
+    assert (about["library_name"], about["pipeline_tag"]) == ("transformers", "image-classification")
     text = hub.files["README.md"].decode()
     for part in ("for 3 classes", "32x32 pixels", 'pipeline("image-classification", "me/pets")', "`bee \\| wasp`"):
         assert part in text
