@@ -46,8 +46,9 @@ def randomize() -> Randomize:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep the list of trusted runs apart from the developer's own."""
+    """Keep the list of trusted runs and the cache apart from the developer's own."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+    os.environ["VITLAB_DATA"] = str(tmp_path_factory.mktemp("cache"))
 
 
 def pytest_xdist_auto_num_workers() -> int:

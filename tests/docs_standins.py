@@ -216,6 +216,7 @@ PAGES: dict[str, Page] = {
             "runs/mine": run(),
             "R26_S_32.npz": converted("google", name="R26+S/32", size=64, gelu="tanh"),
         },
+        parsed={"vitlab convert runs/mine mine-hub": "needs a network and an account"},
     ),
     "docs/evaluation.md": Page(
         files={
@@ -260,6 +261,7 @@ PAGES: dict[str, Page] = {
     "docs/serving.md": Page(
         files={"runs/mine": run(), "cat.jpg": photo, "dog.jpg": photo},
         replace={"the.host": "127.0.0.1"},
+        parsed={"docker": "needs Docker; tests/serving/test_dockerfile.py checks what it can"},
     ),
     "docs/results/README.md": Page(
         files={

@@ -1,5 +1,6 @@
 """The command line: its help, its exit codes and what it prints."""
 
+import logging
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from PIL import Image
 from timing import measure_until, seconds
 
 from vitlab.cli import app
+from vitlab.cli.help import GROUPS
 
 VITLAB = Path(sys.executable).with_name("vitlab")
 Command = Callable[..., tuple[int, str, str]]
@@ -63,6 +65,57 @@ def test_every_verb_has_a_file_and_an_example(verb: str, command: Command) -> No
     assert code == 0
     assert "Examples:" in out
     assert f"vitlab {verb}" in out
+
+
+def test_verbs_are_in_groups(command: Command) -> None:
+    """Each verb is in one group of `vitlab --help`."""
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(VERBS)
+    _, out, _ = command("--help")
+    parts = re.split(r"^(\w[\w ]*):$", out, flags=re.MULTILINE)[1:]
+    shown = dict(zip(parts[::2], (re.findall(r"^  (\w+) ", part, re.MULTILINE) for part in parts[1::2]), strict=True))
+    assert {title: tuple(shown[title]) for title in GROUPS} == GROUPS
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_metavars_are_capitals_and_examples_are_single_lines(verb: str, command: Command) -> None:
+    _, out, _ = command(verb, "--help")
+    assert not re.search(r"[<{](bool|str|path|int|float|list)", out)
+    options = out.partition("Options:")[2].partition("Examples:")[0]
+    for line in re.findall(r"^  (-\S.*?)(?:  |$)", options, re.MULTILINE):
+        assert re.fullmatch(r"(-\w, )?--[a-z0-9-]+( [A-Z=]+)?", line), line
+    examples = out.partition("Examples:\n")[2].splitlines()
+    assert VERBS[verb].epilog is not None
+    assert [line.strip() for line in examples] == str(VERBS[verb].epilog).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "setting"),
+    [
+        (["finetune", "photos", "--epochs", "3"], "epochs=3"),
+        (["finetune", "photos", "--image-size=384"], "image_size=384"),
+        (["train", "digits", "--drop-path", "0.1"], "drop_path=0.1"),
+        (["train", "digits", "--seeds", "3"], "seeds=3"),
+        (["bench", "digits", "--lr", "--seconds", "3"], "lr=VALUE"),
+    ],
+)
+def test_a_setting_written_as_an_option(words: list[str], setting: str, command: Command) -> None:
+    code, _, err = command(*words)
+    assert code == 1
+    assert err.startswith("error: there is no option --")
+    assert err.endswith(f"written without dashes: {setting}\n")
+    code, _, err = command(*words[:2], "--no-such-option")
+    assert (code, "No such option" in err) == (2, True)
+
+
+@pytest.mark.parametrize("words", [["-v", "models", "Ti/16"], ["models", "Ti/16", "--verbose"]])
+def test_verbose_stands_anywhere(words: list[str], command: Command) -> None:
+    log = logging.getLogger("vitlab")
+    before = log.level
+    try:
+        assert command(*words)[0] == 0
+        assert log.level == logging.DEBUG
+    finally:
+        log.setLevel(before)
 
 
 def test_version(command: Command) -> None:

@@ -3,8 +3,13 @@
 import copy
 import json
 import re
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import numpy as np
@@ -333,3 +338,48 @@ def test_generated_images_differ_and_have_detail() -> None:
     assert pixels.shape == (64, 3, 32, 32)
     assert (pixels.flatten(1).std(1) > 20).all()
     assert len({tuple(x.flatten().tolist()) for x in pixels}) == 64
+
+
+# ---- Ctrl-C
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_ctrl_c_is_one_line(
+    own: bool,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Callable[..., tuple[int, str, str]],
+) -> None:
+    """Also where the exporter catches the interruption and raises an error of its own, as its imports do."""
+
+    def interrupted(*args: object, **options: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            if own:
+                raise ImportError("a long story") from None
+            raise
+
+    monkeypatch.setattr("vitlab.export.run.export_module", interrupted)
+    code, out, err = command("export", str(model), str(tmp_path / "new.pt2"))
+    assert (code, out, err) == (130, "", f"stopped; {tmp_path / 'new.pt2'} is not written\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", [".pt2", ".onnx"])
+def test_ctrl_c_at_any_moment(ending: str, model: Path, tmp_path: Path) -> None:
+    target, vitlab = tmp_path / f"new{ending}", Path(sys.executable).with_name("vitlab")
+    delay = 1.0
+    while not target.exists():  # later and later, until it comes too late
+        with subprocess.Popen([vitlab, "export", model, target], stdout=PIPE, stderr=PIPE, text=True) as process:
+            time.sleep(delay)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=120)
+        delay += 0.7
+        if not target.exists():
+            assert process.returncode == 130
+            assert err in ("", f"stopped; {target} is not written\n")  # empty: before the verb began
+            assert not list(tmp_path.iterdir())
+    assert delay > 3

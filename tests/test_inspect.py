@@ -212,7 +212,7 @@ def test_errors_in_files(
     assert f"the folder '{empty}' holds no images" in error(run, empty, *out)
     assert "there is no file or folder" in error(tmp_path / "norun", pictures / "a.jpg", *out)
     taken = pictures / "b.png"
-    assert f"the folder '{taken}' cannot be made" in error(run, pictures / "a.jpg", "--out", taken)
+    assert f"{taken} is a file; name a folder" in error(run, pictures / "a.jpg", "--out", taken)
 
 
 def test_a_resnet_is_an_error(

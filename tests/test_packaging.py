@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 import vitlab
 
 ROOT = Path(__file__).parents[1]
+BROUGHT = {"wandb", "mlflow"}  # loggers in whatever version the user has
 NAMES = {"PIL": "pillow", "sklearn": "scikit-learn"}  # import names that are not the package's own
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LISTS = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
@@ -27,7 +28,7 @@ def imported_packages() -> set[str]:
                 packages.add(node.module.partition(".")[0])
             elif isinstance(node, ast.Import):
                 packages |= {alias.name.partition(".")[0] for alias in node.names}
-    return packages - set(sys.stdlib_module_names) - {"vitlab"}
+    return packages - set(sys.stdlib_module_names) - {"vitlab"} - BROUGHT
 
 
 def test_imported_packages_are_declared() -> None:

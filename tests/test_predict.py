@@ -346,6 +346,12 @@ def test_the_file_chooses_its_format_and_is_not_overwritten(
     code, _, err = cli("predict", run, photos / "a" / "01.png", "--out", tmp_path / "x.csv")
     assert code == 1
     assert "exists; remove it" in err
+    code, _, err = cli("predict", run, photos / "a" / "01.png", "--out", tmp_path / "x.xlsx")
+    assert code == 1
+    assert "x.xlsx ends in .xlsx, which is not written; use --out with .csv, .jsonl or .txt" in err
+    assert not (tmp_path / "x.xlsx").exists()
+    code, _, _ = cli("predict", run, photos / "a" / "01.png", "--csv", "--out", tmp_path / "x.tmp")
+    assert (code, (tmp_path / "x.tmp").read_text()) == (0, (tmp_path / "x.csv").read_text())
 
 
 def test_strict_changes_the_exit_code(run: str, photos: Path, cli: Command) -> None:

@@ -14,17 +14,36 @@ from vitlab.errors import UserError
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of this process: "auto" is the best there is; of several GPUs, each process takes its own."""
+    """The device of this process: "auto" is the best there is; of several GPUs, each process takes its own.
+
+    "cuda:1" is the second GPU, which then is torch's current one too.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"there is no device '{name}'; write auto, cpu, cuda or mps") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda", "mps") or (device.type != "cuda" and device.index):
+        raise UserError(f"there is no device '{name}'; write auto, cpu, cuda, cuda:1 or mps") from None
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError(f"device={name}, and this machine has none; use device=auto")
+    return pick_gpu(device, name) if device.type == "cuda" else device
+
+
+def pick_gpu(device: torch.device, name: str) -> torch.device:
+    """The GPU that was asked for, or this process's own where no number was given; UserError if it is not there."""
+    if not torch.cuda.is_available():
         raise UserError(f"device={name}, and torch sees no GPU here; use device=auto")
-    if device.type == "cuda" and device.index is None:
+    if device.index is None:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    count = torch.cuda.device_count()
+    if device.index >= count:
+        there = "only cuda:0 is" if count == 1 else f"cuda:0 to cuda:{count - 1} are"
+        raise UserError(f"there is no device '{name}': {there} here; choose one, or use device=auto")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"device={name} is one GPU for all processes; use device=cuda, and each takes its own")
+    torch.cuda.set_device(device)  # for what takes no device: streams, graphs, generated kernels
     return device
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -106,6 +107,21 @@ def atomic_path(path: Path, folder: bool) -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True) if folder else place.unlink(missing_ok=True)
 
 
+def check_folder(path: Path, option: str = "--out") -> None:
+    """Raise UserError, before the work rather than after it, if a folder of results cannot be made or written to."""
+    place = path.expanduser().absolute()
+    while not os.path.lexists(place):  # the folder that new ones would be made in
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except NotADirectoryError:
+        raise UserError(f"{option} {path} cannot be used: {place} is a file; name a folder") from None
+    except OSError as error:
+        why = error.strerror or brief(error)
+        raise UserError(f"{option} {path} cannot be used: nothing can be written in {place} ({why})") from None
+
+
 def largest_number(data: object) -> int:
     """The largest integer anywhere in JSON."""
     if isinstance(data, Mapping | list | tuple):
@@ -148,8 +164,9 @@ def read_text(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """VITLAB_DATA, else ~/.cache/vitlab."""
-    return Path(os.environ.get("VITLAB_DATA") or "~/.cache/vitlab").expanduser()
+    """VITLAB_DATA, else vitlab in XDG_CACHE_HOME, else ~/.cache/vitlab."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "vitlab"
+    return Path(os.environ.get("VITLAB_DATA") or home).expanduser()
 
 
 @contextlib.contextmanager

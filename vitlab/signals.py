@@ -57,13 +57,20 @@ def handle_signals(signals: Signals) -> Iterator[Signals]:
 
 
 @contextmanager
-def stoppable(message: str) -> Iterator[Signals]:
-    """Work that a signal ends by raising Stopped with this message."""
+def stoppable(message: str, *, foreign: bool = False) -> Iterator[Signals]:
+    """Work that a signal ends by raising Stopped with this message.
+
+    `foreign` work is mostly that of a library that turns the interruption into an error of its own.
+    """
     with handle_signals(Signals()) as signals:
         try:
             yield signals
         except KeyboardInterrupt:
             raise Stopped(signals.number or signal.SIGINT, message) from None
+        except Exception:
+            if foreign and signals.number:
+                raise Stopped(signals.number, message) from None
+            raise
 
 
 @contextmanager

@@ -13,6 +13,11 @@ def listed(values: Iterable[object]) -> str:
     return f"{', '.join(head)} or {last}" if head else last
 
 
+def counted(number: float, noun: str) -> str:
+    """A number with its noun, which has an s unless the number is 1: 1 epoch, 2.5 epochs, 1,000 images."""
+    return f"{number:,.6g} {noun}{'' if number == 1 else 's'}" if number < 1e6 else f"{number:,.0f} {noun}s"
+
+
 def brief(error: BaseException) -> str:
     """The first line of another library's error message."""
     return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]

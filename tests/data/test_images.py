@@ -1,6 +1,8 @@
 """Every common format becomes the same upright RGB image."""
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -133,3 +135,23 @@ def test_only_readers_of_pictures_see_a_file(tmp_path: Path) -> None:
         assert seen.format == "EPS"  # as Pillow alone would identify it
     with pytest.raises(BrokenImage, match="not an image of a known kind"):
         decode(disguised, "cat.jpg")
+
+
+def test_large_photos_give_no_warnings_of_pillow(tmp_path: Path) -> None:
+    """In a new process, with Pillow's limit lowered: above it there is a warning, above twice of it an error."""
+    Image.new("RGB", (1500, 1000)).save(tmp_path / "a.png")
+    code = f"""
+from PIL import Image
+from vitlab.data.decoder import DecodeError, decode_bytes
+data = open({str(tmp_path / "a.png")!r}, "rb").read()
+Image.MAX_IMAGE_PIXELS = 1_000_000
+print(decode_bytes(data).size)
+Image.MAX_IMAGE_PIXELS = 500_000
+try:
+    decode_bytes(data)
+except DecodeError as error:
+    print(error.fault, error.why)
+"""
+    done = subprocess.run([sys.executable, "-W", "default", "-c", code], capture_output=True, text=True)
+    assert done.stdout == "(1500, 1000)\nlarge it has more than 1 million pixels; shrink it\n"
+    assert "Decompression" not in done.stderr

@@ -8,8 +8,10 @@ import pytest
 from pictures import picture, write_folder
 from PIL import Image
 
+from vitlab.cli.data import data
 from vitlab.data.open import open_data
-from vitlab.data.summary import class_warnings, contact_sheet, image_warnings, summarize
+from vitlab.data.summary import LEGEND, class_warnings, contact_sheet, image_warnings, legend, summarize
+from vitlab.errors import UserError
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -28,7 +30,7 @@ def test_summary(tmp_path: Path, workers: int) -> None:
     pairs = {(Path(a).name, Path(b).name) for a, b in found.duplicates}
     assert pairs == {("000.png", "001.png"), ("002.png", "002.png"), ("003.png", "003.png")}  # 000 was replaced
     text = " / ".join(class_warnings(data) + image_warnings(found))
-    for part in ("no test images: few", "fewer than 5 training images: few", "1 broken images in train", "3 images"):
+    for part in ("no test images: few", "fewer than 5 training images: few", "1 broken image in train", "3 images"):
         assert part in text
 
 
@@ -76,3 +78,36 @@ def test_verb(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "2 classes" in result.output
     assert "held out class by class" in " ".join(result.output.split())
     assert Image.open(out).size[0] > 500
+    again = CliRunner().invoke(app, ["data", str(tmp_path / "set"), "--picture", str(out)])
+    assert again.exit_code == 0, again.output  # its own picture is replaced
+
+
+@pytest.mark.parametrize("name", ["mine.png", "mine.jpg", "notes.png", "x.txt", "dangling.png"])
+def test_other_files_are_not_overwritten(name: str, tmp_path: Path) -> None:
+    """The set does not exist: the picture is checked before anything is read."""
+    file = tmp_path / name
+    if name.startswith("mine"):
+        picture(0).save(file)
+    elif name == "dangling.png":
+        file.symlink_to(tmp_path / "elsewhere.png")
+    else:
+        file.write_text("notes")
+    before = file.read_bytes() if file.exists() else None
+    with pytest.raises(UserError, match=r"--picture"):
+        data(str(tmp_path / "no such set"), picture=file)
+    assert (file.read_bytes() if file.exists() else None) == before
+
+
+def test_the_legend(tmp_path: Path) -> None:
+    """A line above the rows, and a red cell for a file that cannot be read."""
+    write_folder(tmp_path, {"cat": 6, "dog": 7})
+    plain = np.asarray(contact_sheet(open_data(str(tmp_path)).train, "pets"))
+    assert (plain[:LEGEND] < 128).any()
+    assert not (plain == [255, 0, 0]).all(-1).any()
+    for i in range(20):
+        (tmp_path / "cat" / f"broken{i}.png").write_text("no")
+    broken = np.asarray(contact_sheet(open_data(str(tmp_path)).train, "pets"))
+    assert (broken == [255, 0, 0]).all(-1).any()
+    assert legend("pets", 12, 37) == (
+        "pets: rows are 12 of its 37 classes, with up to 8 training images at random; red: cannot be read"
+    )

@@ -25,6 +25,7 @@ import vitlab
 from vitlab.data.open import open_data
 from vitlab.errors import UserError
 from vitlab.evaluation.extract import Features, extract
+from vitlab.evaluation.features import features_folder
 from vitlab.evaluation.fewshot import Ridge, few_shot, fit, support
 
 WIDE, TALL = (20, 50), (300, 50)
@@ -225,8 +226,10 @@ def test_the_command_on_digits(model: Path, tmp_path: Path, command: Command, ca
         assert list(result.hits) == known["hits"]
         assert f"{result.mean:.2%}" + ("" if result.std is None else f" ± {result.std:.2%}") in out
     assert results["results"][-1]["accuracy"] > 0.5  # the features of an untrained model separate digits
-    kept = model / "features"
+    kept = features_folder(str(model))
+    assert kept is not None
     assert f"features are kept in {kept}" in out
+    assert not (model / "features").exists()
     assert len(list(kept.glob("*.safetensors"))) == 5 + 3
     caplog.set_level(logging.DEBUG, "vitlab")
     code, out, err = command("fewshot", str(model), "digits", "--shots", "5", "--seeds", "1")
@@ -234,15 +237,37 @@ def test_the_command_on_digits(model: Path, tmp_path: Path, command: Command, ca
     assert f"train features: 1198 of 1198 images are in {kept} already" in caplog.text
 
 
-def test_a_file_of_weights_keeps_nothing_unless_asked(model: Path, tmp_path: Path, command: Command) -> None:
-    weights = str(model / "model.safetensors")
-    before = set(model.iterdir())
-    code, out, err = command("fewshot", weights, "digits", "--shots", "1")
+@pytest.mark.parametrize("verb", ["fewshot --shots 1", pytest.param("probe --l2 1 --k 1", marks=pytest.mark.slow)])
+def test_the_models_folder_is_only_read(
+    verb: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    name, *options = verb.split()
+    before = {path: path.stat().st_mtime_ns for path in (model, *model.iterdir())}
+    monkeypatch.setenv("VITLAB_DATA", str(tmp_path / "cache"))
+    code, out, err = command(name, str(model / "model.safetensors"), "digits", *options)
+    assert code == 0, err
+    assert len(list((tmp_path / "cache" / "features").glob("model.safetensors-*/*.safetensors"))) == 5 + 3
+    command(name, str(model), "digits", *options, "--keep", str(tmp_path / "kept"))
+    assert len(list((tmp_path / "kept").glob("*.safetensors"))) == 5 + 3
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("VITLAB_DATA", str(tmp_path / "file" / "cache"))  # nothing can be kept: it works all the same
+    code, out, err = command(name, str(model), "digits", *options)
     assert code == 0, err
     assert "features are not kept (--keep FOLDER keeps them)" in out
-    assert set(model.iterdir()) == before
-    command("fewshot", weights, "digits", "--shots", "1", "--keep", str(tmp_path / "kept"))
-    assert len(list((tmp_path / "kept").glob("*.safetensors"))) == 5 + 3
+    assert {path: path.stat().st_mtime_ns for path in (model, *model.iterdir())} == before
+
+
+def test_the_folder_for_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VITLAB_DATA")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/run", "b/run"):
+        (tmp_path / name).mkdir(parents=True)
+    folders = {features_folder(name) for name in ("a/run", "./a/run/", str(tmp_path / "a" / "run"))}
+    folders |= {features_folder("b/run"), features_folder("google/vit-base-patch16-224")}
+    names = sorted(folder.name.rpartition("-")[0] for folder in folders if folder is not None)
+    assert names == ["run", "run", "vit-base-patch16-224"]
+    assert {folder.parent for folder in folders if folder is not None} == {tmp_path / "cache" / "vitlab" / "features"}
 
 
 def test_resized_images(model: Path, tmp_path: Path, command: Command) -> None:
@@ -310,10 +335,12 @@ def test_ctrl_c_prints_how_to_resume(tmp_path: Path) -> None:
     accept = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=accept)
     deadline = time.monotonic() + 60
-    while not list(folder.glob("features/*.safetensors")) and time.monotonic() < deadline:
+    kept = features_folder(str(folder))
+    assert kept is not None
+    while not list(kept.glob("*.safetensors")) and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert errors.splitlines()[-1] == f"stopped; the same command continues from {folder / 'features'}"
+    assert errors.splitlines()[-1] == f"stopped; the same command continues from {kept}"
     assert "Traceback" not in errors

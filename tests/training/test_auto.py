@@ -1,5 +1,6 @@
 """What `finetune` chooses by itself: by machine, by set, by the user's own settings."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,13 @@ import torch
 from PIL import Image
 
 import vitlab
+from vitlab.cli.runs import score_text
+from vitlab.text import counted
 from vitlab.training import auto
 from vitlab.training.auto import finetune_recipe
 from vitlab.weights import save
 
+Command = Callable[..., tuple[int, str, str]]
 RNG = np.random.default_rng(0)
 
 
@@ -78,12 +82,78 @@ def test_a_start_without_weights_is_reported(tmp_path: Path) -> None:
     assert "from scratch" in " ".join(advice.warnings)
 
 
-def test_without_a_hub_it_starts_from_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty"))
-    advice = finetune_recipe(photos(tmp_path / "p", {"a": 30, "b": 30}), None, ["device=cpu"])
-    assert advice.recipe.weights is None
-    assert "--weights" in advice.warnings[0]
+@pytest.mark.parametrize("words", [(), ("--paper",)])
+def test_without_weights_and_a_hub_nothing_is_trained(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
+    data = photos(tmp_path / "p", {"a": 30, "b": 30})
+    code, _, err = command("finetune", data, "--out", str(tmp_path / "run"), *words, "device=cpu")
+    assert code == 1
+    assert err.startswith("error: there are no weights to start from")
+    assert err.count("\n") == 1
+    for part in ("--weights FILE", "hf download WinKawaks/vit-tiny-patch16-224", "--weights none", "cannot be reached"):
+        assert part in err
+    assert not (tmp_path / "run").exists()
+
+
+# ---- --out
+
+
+def test_out_is_checked_before_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    """DATA does not exist, and the error is about --out all the same."""
+    (tmp_path / "file").write_text("")
+    for name in ("run", "stages"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run" / "recipe.json").write_text("{}")
+    (tmp_path / "stages" / "stages.json").write_text("{}")
+    cases = {
+        tmp_path / "file": "is a file; name a folder",
+        tmp_path / "file" / "below": "is a file; name a folder",
+        tmp_path / "run": "holds a run already; continue it with --resume, or choose another --out",
+        tmp_path / "stages": "holds a run already; continue it with --resume, or choose another --out",
+        Path("/proc/run"): "nothing can be written in /proc",  # for root too
+    }
+    for out, message in cases.items():
+        code, _, err = command("finetune", str(tmp_path / "missing"), "--out", str(out))
+        assert (code, message in err) == (1, True), err
+    code, _, err = command("finetune", str(tmp_path / "missing"), "--out", str(tmp_path / "new" / "run"))
+    assert (code, "missing" in err) == (1, True)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "verb", [["train", "digits"], ["evaluate", "RUN", "DATA"], ["inspect", "RUN"], ["vtab", "RUN"]]
+)
+def test_other_verbs_check_out_first(verb: list[str], tmp_path: Path, command: Command) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, err = command(*verb, "--out", str(tmp_path / "file"))
+    assert code == 1
+    assert "file" in err
+    assert err.count("\n") == 1
+
+
+# ---- numbers in print
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(1, "1 epoch"), (1.0, "1 epoch"), (0, "0 epochs"), (2.5, "2.5 epochs"), (1234, "1,234 epochs")]
+)
+def test_counted(number: float, text: str) -> None:
+    assert counted(number, "epoch") == text
+
+
+def test_the_length_of_one_epoch(tmp_path: Path, weights: str) -> None:
+    lines = finetune_recipe(photos(tmp_path / "p", {"a": 8, "b": 8}), weights, ["device=cpu", "epochs=1"]).lines
+    assert lines[-1].startswith("length   1 epoch, ")
+
+
+def test_scores_in_print() -> None:
+    report = {"accuracy": 0.5, "accuracy5": 1.0, "loss": 0.25}
+    assert score_text(report, 10) == "accuracy 50.00%, top-5 100.00%, loss 0.2500"
+    assert score_text(report, 2) == "accuracy 50.00%, loss 0.2500"
+    assert score_text({"map": 0.5, "loss": 1.0}, 2) == "mAP 50.00%, loss 1.0000"
 
 
 def test_problems_of_the_set_are_reported(tmp_path: Path, weights: str) -> None:

@@ -55,6 +55,8 @@ def test_finetune_applies_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         str(tmp_path / "photos"),
         "--apply",
         str(tmp_path / "review.csv"),
+        "--weights",
+        "none",
         "--out",
         str(tmp_path / "run"),
     ]

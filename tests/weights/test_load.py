@@ -103,9 +103,14 @@ def test_defaults_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     write_timm(tmp_path / "theirs.safetensors")
     with caplog.at_level(logging.INFO, "vitlab"):
         load(tmp_path / "theirs.safetensors", gelu="tanh")
+    assert "heads, norm_eps, preprocess as usual in timm files (-v shows the values)" in caplog.text
+    assert "gelu" not in caplog.text  # the caller gave it
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, "vitlab"):
+        load(tmp_path / "theirs.safetensors", gelu="tanh")
     assert "heads=1" in caplog.text
     assert "norm_eps=1e-06" in caplog.text
-    assert "gelu" not in caplog.text  # the caller gave it
+    assert "Preprocess(mean=(0.5, 0.5, 0.5)" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, "vitlab"):
         load(tmp_path / "ours")

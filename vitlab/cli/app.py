@@ -8,18 +8,19 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from vitlab.cli.help import Verb, Verbs
 from vitlab.errors import Stopped, UserError
 from vitlab.terminal import Terminal, printable
 
 app = typer.Typer(
     name="vitlab",
+    cls=Verbs,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="The Vision Transformer: build, load, train, evaluate, look inside, serve.",
-    epilog="Start with: [bold]vitlab demo[/bold]",
+    epilog="Start with `vitlab demo`, or with your photos, a folder for each class: `vitlab finetune photos/`.",
 )
 console = Terminal()
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -28,7 +29,7 @@ NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "std
 
 def verb(*examples: str) -> Callable[[Command], Command]:
     """Register a function as a verb, with examples of its use at the end of its help."""
-    return app.command(epilog="\n\n".join(["Examples:", *(f"[bold]{example}[/bold]" for example in examples)]))
+    return app.command(cls=Verb, epilog="\n".join(examples))
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from typer import Argument, Option
 from vitlab.cli.app import verb
 from vitlab.cli.options import KeyValues, key_values, parse_size, print_pairs
 from vitlab.errors import UserError
+from vitlab.text import counted
 
 PHOTO = 110e3  # bytes of a photo, ImageNet's mean
 
@@ -44,7 +45,7 @@ def cost(
         ("tokens", f"{c.length}"),
         ("forward, one image", f"{c.forward_flops / 1e9:.2f} GFLOPs"),
         ("training, one image", f"{c.train_flops / 1e9:.2f} GFLOPs, {c.activation_bytes / 1e6:.1f} MB kept"),
-        (f"the run, {count:,.0f} images x {epochs:g} epochs", f"{flops / 1e18:,.4g} exaFLOPs"),
+        (f"the run, {count:,.0f} images x {counted(epochs, 'epoch')}", f"{flops / 1e18:,.4g} exaFLOPs"),
     ]
     each = [c.gpu_bytes(micro, gpus, sharded) / 1e9 for sharded in (False, True)]
     rows.append((f"memory, {micro} images at a time", f"{each[0]:.1f} GB" if gpus == 1 else f"{each[0]:.1f} GB a GPU"))

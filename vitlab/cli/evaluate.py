@@ -21,6 +21,7 @@ from vitlab.cli.options import (
     print_pairs,
 )
 from vitlab.errors import UserError
+from vitlab.files import check_folder
 from vitlab.signals import stoppable
 from vitlab.terminal import printable
 
@@ -69,6 +70,8 @@ def evaluate(
     from vitlab.weights import load
 
     check_json_file(json)
+    if out is not None:
+        check_folder(out)
     model = load(run)
     names = None if labels is None else read_names(labels, model.config.classes)
     lists = None if real is None else read_real(real)

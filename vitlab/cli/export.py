@@ -8,6 +8,7 @@ from typer import Argument, Option
 from vitlab.cli.app import console, verb
 from vitlab.cli.options import Run
 from vitlab.errors import UserError
+from vitlab.signals import stoppable
 
 
 @verb(
@@ -38,13 +39,14 @@ def export(
 
     The file holds labels and preprocessing. Before it appears, it is run on images and compared with the model.
     """
-    from vitlab.export import export
-    from vitlab.export.run import Precision
-
     if fp16 and int8:
         raise UserError("choose one of --fp16 and --int8")
-    precision: Precision = "fp16" if fp16 else "int8" if int8 else "fp32"
-    images = {"check": check, "calibrate": calibrate}
-    report = export(run, target, dynamic_size=dynamic_size, precision=precision, least=least_agreement, **images)
+    with stoppable(f"stopped; {target} is not written", foreign=True):  # the exporters import and trace for seconds
+        from vitlab.export import export
+        from vitlab.export.run import Precision
+
+        precision: Precision = "fp16" if fp16 else "int8" if int8 else "fp32"
+        images = {"check": check, "calibrate": calibrate}
+        report = export(run, target, dynamic_size=dynamic_size, precision=precision, least=least_agreement, **images)
     for line in report.lines():
         console.print(line, soft_wrap=True)

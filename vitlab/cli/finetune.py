@@ -24,7 +24,8 @@ def finetune(
     data: Data,
     settings: RecipeSettings = None,
     weights: Annotated[
-        str | None, Option(help="Weights to start from; without them, training is from scratch.")
+        str | None,
+        Option(help="Weights to start from, by default from the hub; none: train from scratch."),
     ] = None,
     minutes: Annotated[
         float | None, Option(help="Time for everything; with 1, a CPU fits a head alone.", show_default="10")
@@ -44,11 +45,12 @@ def finetune(
     with stoppable(STOPPED_EARLY):
         from vitlab.device import memory_errors
         from vitlab.training.parallel import is_restarted
-        from vitlab.training.setup import recipe_to_resume
+        from vitlab.training.setup import check_new_folder, recipe_to_resume
         from vitlab.training.stages import is_staged
 
         pairs, resume = [*(settings or []), *([f"review={apply}"] if apply else [])], resume or is_restarted()
         given = [f"data={data}", *([f"weights={weights}"] if weights else []), *pairs]
+        check_new_folder(out, resume=resume)
         if resume and not is_staged(out) and (stored := recipe_to_resume(out, given)) is not None:
             train_and_report(stored, out, resume, accept)
             return

@@ -37,6 +37,7 @@ def inspect(
     """
     from vitlab.analysis.gallery import FIGURES, Gallery, find_images
     from vitlab.device import pick_device
+    from vitlab.files import check_folder
     from vitlab.models.config import Size
     from vitlab.models.resnet import ResNet
     from vitlab.settings import parse_value
@@ -45,6 +46,7 @@ def inspect(
     layers, heads = parse_indices(layer, "--layer"), parse_indices(head, "--head")
     names = FIGURES if figures is None else tuple(word.strip() for word in figures.split(","))
     size: Size | None = None if image_size is None else tuple(parse_value(image_size, Size, "--image-size"))
+    check_folder(out)
     paths = find_images(images or [])
     place = pick_device(device)
     model = load(run, image_size=size)

@@ -32,7 +32,7 @@ AcceptDataChanges = Annotated[
     bool, Option("--accept-data-changes", help="Continue although files of the data changed.")
 ]
 KEEP = "A folder for computed features, so that an interrupted command continues and the next one need not compute "
-KEEP += "them; by default RUN/features if RUN is a folder, else none."
+KEEP += "them; by default in ~/.cache/vitlab/features (VITLAB_DATA moves it)."
 KeepFeatures = Annotated[Path | None, Option("--keep", help=KEEP, show_default=False)]
 ByPosition = Annotated[
     bool,
@@ -50,7 +50,7 @@ REFUSE = 'Share of images of the model\'s own classes that may become "none of t
 Refuse = Annotated[
     float | None, Option("--refuse", min=0, max=0.99, help=REFUSE + " By default the model's.", show_default=False)
 ]
-Device = Annotated[str, Option("--device", help="auto, cpu, cuda or mps.")]
+Device = Annotated[str, Option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 or mps.")]
 
 
 def parse_list(text: str, option: str, parse: Callable[[str, str], T]) -> list[T]:

@@ -26,7 +26,7 @@ def predict(
     top_k: Annotated[int | None, Option(min=1, help="Classes for each image: 1, or 5 with --json.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object per line.")] = False,
     as_csv: Annotated[bool, Option("--csv", help="Print comma-separated values with a header.")] = False,
-    out: Annotated[Path | None, Option(help="Write to this new file; .csv and .jsonl select the format.")] = None,
+    out: Annotated[Path | None, Option(help="Write to this new file: .csv, .jsonl or, as a table, .txt.")] = None,
     strict: Annotated[bool, Option("--strict", help="Exit with 1 if any file could not be read.")] = False,
     allow_url: Annotated[bool, Option("--allow-url", help="Fetch http:// and https:// addresses.")] = False,
     refuse: Refuse = None,
@@ -43,12 +43,11 @@ def predict(
     Under torchrun each process reads its share and writes its own file: for --out x.csv, x.rank0.csv and so on.
     """
     from vitlab.predict.files import predict_files
-    from vitlab.predict.formats import FORMAT_OF_SUFFIX, FormatName
+    from vitlab.predict.formats import FormatName, format_of
 
     if as_json and as_csv:
         raise UserError("choose one of --json and --csv")
-    suffix = "" if out is None else out.suffix.lower()
-    kind: FormatName = "json" if as_json else "csv" if as_csv else FORMAT_OF_SUFFIX.get(suffix, "table")
+    kind: FormatName = "json" if as_json else "csv" if as_csv else "table" if out is None else format_of(out)
     how: dict[str, Any] = {"device": device, "batch": batch, "workers": workers, "allow_url": allow_url}
     summary = predict_files(run, paths, kind=kind, top=top_k, out=out, refuse=refuse, **how)
     if not summary.broken:

@@ -1,5 +1,6 @@
 """Train by a recipe, print the result and write the report: shared by demo, train and finetune."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from vitlab.training.loop import TrainResult
     from vitlab.training.recipe import Recipe
 
+NAMES = {"accuracy5": "top-5", "map": "mAP"}  # of a report's numbers, in print
 STOPPED_EARLY = "stopped before the first step; the same command starts again"
 
 
@@ -26,11 +28,16 @@ def train_run(recipe: "Recipe", out: Path, resume: bool, accept: bool) -> "Train
 
     result = train(recipe, out, resume=resume, accept_data_changes=accept, console=console)
     if result.first:
-        shares = ("accuracy", "accuracy5", "map")
-        scores = (f"{key} {value:{'.2%' if key in shares else '.4f'}}" for key, value in result.report.items())
-        line = f"test: {', '.join(scores)}; {duration(result.seconds)}; the model is in {out}"
-        console.print(line, soft_wrap=True)
+        line = f"test: {score_text(result.report, len(result.data.classes))}; {duration(result.seconds)}"
+        console.print(f"{line}; the model is in {out}", soft_wrap=True)
     return result
+
+
+def score_text(report: Mapping[str, float], classes: int) -> str:
+    """A test's report in words; of at most five classes, one of the best five is always right."""
+    shown = {key: value for key, value in report.items() if key != "accuracy5" or classes > 5}
+    shares = ("accuracy", "accuracy5", "map")
+    return ", ".join(f"{NAMES.get(key, key)} {v:{'.2%' if key in shares else '.4f'}}" for key, v in shown.items())
 
 
 def write_run_report(result: "TrainResult", device: str) -> None:

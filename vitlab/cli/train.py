@@ -8,7 +8,7 @@ from typer import Argument
 
 from vitlab.cli.app import console, verb
 from vitlab.cli.options import AcceptDataChanges, Out, RecipeSettings, Resume
-from vitlab.cli.runs import STOPPED_EARLY, train_and_report
+from vitlab.cli.runs import NAMES, STOPPED_EARLY, train_and_report
 from vitlab.errors import UserError
 from vitlab.signals import stoppable
 
@@ -72,7 +72,7 @@ def search_and_print(plan: "Plan", out: Path, resume: bool, accept: bool) -> Non
         search = run_search(plan, out, resume=resume, accept=accept, console=console)
     if search.cluster.first:
         chosen = f", {search.best}, chosen on held-out images" if search.best else ""
-        table = Table("", *search.summary, title=f"test{chosen}", title_justify="left")
+        table = Table("", *(NAMES.get(key, key) for key in search.summary), title=f"test{chosen}", title_justify="left")
         for row in result_rows(search):
             table.add_row(*row)
         console.print(table)

@@ -36,13 +36,14 @@ def vtab(
     Missing tasks are listed with their source, and the others run. Ctrl-C loses nothing: the same command continues,
     and finished tasks are not run again.
     """
-    from vitlab.files import cache_folder
+    from vitlab.files import cache_folder, check_folder
     from vitlab.studies.vtab import run_vtab
     from vitlab.studies.vtab_tasks import choose
 
     if os.environ.get("WORLD_SIZE", "1") != "1":
         fix = "to use many, start one on each without torchrun, with its own --tasks and --out"
         raise UserError(f"vtab uses one device; {fix}")
+    check_folder(out)
     folder, chosen, pairs = data or cache_folder() / "vtab-1k", choose(tasks), tuple(settings or ())
     rates = () if tune is None else tuple(parse_list(tune, "--tune", parse_amount))
     study = run_vtab(run, folder, out, chosen, steps=steps, settings=pairs, rates=rates, keep=keep, console=console)

@@ -30,6 +30,7 @@ FILTERS = {name: Image.Resampling[name.upper()] for name in get_args(Interpolati
 MAX_ASPECT = 50  # a longer image is cropped to this ratio first: resizing all of it could fill the memory
 
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")  # odd tags, which do not affect the pixels
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # images.py has its own limits
 
 Buffer = bytes | bytearray
 DecodeHint = Callable[[Size], float]  # how many times smaller an image of this size (height, width) may be decoded
@@ -76,6 +77,9 @@ def decode_bytes(
         return to_rgb(image if turn == 1 else image.transpose(TRANSPOSE[turn]))
     except (DecodeError, MemoryError):
         raise
+    except Image.DecompressionBombError:  # without a process with limits, Pillow's own is left
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0) // 1_000_000
+        raise DecodeError("large", f"it has more than {most:,} million pixels; shrink it") from None
     except UnidentifiedImageError:
         missing = is_heic(data) and "HEIF" not in readers()
         raise DecodeError("unknown", HEIC_FIX if missing else "it is not an image of a known kind") from None

@@ -1,12 +1,15 @@
 """A summary of a data set before training on it: its contents, its problems, and a contact sheet of samples."""
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
 from rich.table import Table
 from torch import Tensor
 
@@ -14,12 +17,16 @@ from vitlab.data.images import BrokenImage
 from vitlab.data.rng import SAMPLES, Ints, keys
 from vitlab.data.source import Data, ImageSource
 from vitlab.data.workers import BrokenEntry, ImageReader, read_all
+from vitlab.errors import UserError
 from vitlab.terminal import printable
+from vitlab.text import counted
 
 FEW_IMAGES = 5  # training images below which a class is hardly learnable
 NAME_LENGTH = 60  # characters of a class name in a table
 IMBALANCE = 10  # times as many images in the largest class as in the smallest
 CELL, GAP, NAME_WIDTH, ROWS, COLUMNS = 96, 4, 160, 12, 8  # the contact sheet, in pixels and images
+LEGEND = 20  # pixels, above the rows
+SOFTWARE = "vitlab data"  # in a PNG's metadata
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,8 @@ def class_warnings(data: Data) -> list[str]:
             )
     tiny = [data.classes[i] for i in np.flatnonzero((train > 0) & (train < FEW_IMAGES))]
     if tiny:
-        warnings.append(f"{len(tiny)} classes have fewer than {FEW_IMAGES} training images: {name_some(tiny)}")
+        have = "1 class has" if len(tiny) == 1 else f"{len(tiny)} classes have"
+        warnings.append(f"{have} fewer than {FEW_IMAGES} training images: {name_some(tiny)}")
     present = np.flatnonzero(train)
     most, least = present[train[present].argmax()], present[train[present].argmin()]
     if train[most] >= IMBALANCE * train[least]:
@@ -119,11 +127,15 @@ def image_warnings(summary: Summary) -> list[str]:
     """Problems of the images: broken ones, those that are in two splits, and those under two labels."""
     broken = {split: [name for _, name, _ in found.broken] for split, found in summary.splits.items()}
     warnings = [
-        f"{len(names)} broken images in {split}: {name_some(names)}" for split, names in broken.items() if names
+        f"{counted(len(names), 'broken image')} in {split}: {name_some(names)}"
+        for split, names in broken.items()
+        if names
     ]
     if summary.duplicates:
         one, other = summary.duplicates[0]
-        warnings.append(f"{len(summary.duplicates)} images outside train are also in train, such as {other} = {one}")
+        count = len(summary.duplicates)
+        are = "1 image outside train is" if count == 1 else f"{count} images outside train are"
+        warnings.append(f"{are} also in train, such as {other} = {one}")
     if summary.two_labels:
         one, other = summary.two_labels[0]
         count = len(summary.two_labels)
@@ -168,17 +180,47 @@ def value_range(values: Ints) -> str:
 # ---- the contact sheet
 
 
-def contact_sheet(source: ImageSource) -> Image.Image:
-    """An image with a row of random samples for each class, or for a dozen classes where there are more."""
+def check_picture(path: Path) -> None:
+    """Raise UserError, before images are read, for a file that is no picture or that something else has written."""
+    if path.suffix.lower() not in Image.registered_extensions():
+        raise UserError(f"--picture {path} must end as a picture does, in .png or .jpg")
+    if os.path.lexists(path) and not is_own_picture(path):
+        raise UserError(f"{path} exists, and no `vitlab data` wrote it; name another file with --picture")
+
+
+def is_own_picture(path: Path) -> bool:
+    try:
+        with Image.open(path, formats=("PNG",)) as image:
+            return image.info.get("Software") == SOFTWARE
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return False
+
+
+def save_picture(sheet: Image.Image, path: Path) -> None:
+    """Write a contact sheet; a PNG names its program, so that the next one may replace it."""
+    about = PngInfo()
+    about.add_text("Software", SOFTWARE)
+    check_picture(path)
+    sheet.save(path, pnginfo=about)
+
+
+def contact_sheet(source: ImageSource, name: str = "samples") -> Image.Image:
+    """An image with a row of random samples for each class, or for a dozen classes where there are more.
+
+    Its first line is a legend: what the rows are, and what red is; below a class is the number of its images.
+    """
     present = np.flatnonzero(source.class_counts())
     shown = present[np.unique(np.linspace(0, len(present) - 1, min(ROWS, len(present))).round().astype(int))]
     order = keys(0, SAMPLES, np.arange(len(source))).argsort()
     step = CELL + GAP
-    sheet = Image.new("RGB", (NAME_WIDTH + COLUMNS * step, len(shown) * step + GAP), "white")
+    sheet = Image.new("RGB", (NAME_WIDTH + COLUMNS * step, LEGEND + len(shown) * step + GAP), "white")
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default()
+    pen.text((GAP, LEGEND // 2), legend(printable(name), len(shown), len(source.classes)), "black", font, "lm")
+    counts = source.class_counts()
     for row, label in enumerate(shown.tolist()):
-        top = GAP + row * step
-        pen.text((GAP, top + CELL // 2), printable(source.classes[label])[:26], "black", font, "lm")
+        top = LEGEND + GAP + row * step
+        pen.text((GAP, top + CELL // 2), printable(source.classes[label])[:26], "black", font, "ls")
+        pen.text((GAP, top + CELL // 2 + 2), counted(int(counts[label]), "image"), "gray", font, "la")
         for column, index in enumerate(order[source.has_class(label)[order]][:COLUMNS].tolist()):
             try:
                 image = fit_cell(source.image(index))
@@ -187,6 +229,12 @@ def contact_sheet(source: ImageSource) -> Image.Image:
             place = NAME_WIDTH + column * step + (CELL - image.width) // 2, top + (CELL - image.height) // 2
             sheet.paste(image, place)
     return sheet
+
+
+def legend(name: str, shown: int, classes: int) -> str:
+    """What a contact sheet shows, in a line."""
+    rows = "its classes" if shown == classes else f"{shown} of its {classes:,} classes"
+    return f"{name[:40]}: rows are {rows}, with up to {COLUMNS} training images at random; red: cannot be read"
 
 
 def fit_cell(image: Image.Image) -> Image.Image:

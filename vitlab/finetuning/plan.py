@@ -10,7 +10,7 @@ from vitlab.device import pick_device
 from vitlab.errors import UserError
 from vitlab.finetuning.budget import BATCH, MINUTES
 from vitlab.models.variants import Model, name_of
-from vitlab.text import duration
+from vitlab.text import counted, duration
 from vitlab.training.auto import find_weights, machine
 from vitlab.training.recipe import Recipe, change, count_steps, override
 from vitlab.training.recipes import vary
@@ -78,7 +78,7 @@ def make_plan(spec: str, start: str | None, pairs: list[str], minutes: float | N
         f"model    {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {size[0]}x{size[1]} px",
         "stages   1. a head on frozen features, with a report; 2. fine-tuning from it, kept unless it is worse"
         + (f"; yours: {' '.join(pairs)}" if pairs else ""),
-        f"time     {duration(seconds)} on this {machine(device)}" if steps is None else f"time     {steps} steps",
+        "time     " + (f"{duration(seconds)} on this {machine(device)}" if steps is None else counted(steps, "step")),
     )
     return Plan(
         data=data,

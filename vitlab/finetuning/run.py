@@ -47,7 +47,7 @@ from vitlab.finetuning.plan import Plan
 from vitlab.models.card import Card
 from vitlab.report import Report, write_report
 from vitlab.signals import stoppable
-from vitlab.text import duration
+from vitlab.text import counted, duration
 from vitlab.training.checkpoint import check_own_files
 from vitlab.training.lock import run_lock
 from vitlab.training.log import LOG
@@ -206,7 +206,7 @@ class Run:
         findings = review(parts_of(known, features, heads), data.classes)
         write_review(self.out / REVIEW, findings)
         if findings:
-            self.print(f"worth a look: {len(findings)} images in {self.out / REVIEW}; use it with --apply")
+            self.print(f"worth a look: {counted(len(findings), 'image')} in {self.out / REVIEW}; use it with --apply")
         stages = replace(stages, ready=True, spent=self.spent())
         write_stages(self.out, stages)
         return stages
@@ -254,7 +254,7 @@ class Run:
         if stages.timed:
             left = self.budget(stages).deadline(data, count(self.known(stages)), self.spent())
             deadline = time.monotonic() + left
-        self.print(f"fine-tuning: up to {stages.steps} steps of {recipe.batch} images")
+        self.print(f"fine-tuning: up to {counted(stages.steps, 'step')} of {recipe.batch} images")
         stage = Stage(self.out / START, deadline)
         options = {"resume": True, "accept_data_changes": self.accept}
         try:

@@ -93,7 +93,7 @@ class Classifier:
 
     Args:
         model: a model, or what `vitlab.load` takes: a run's folder, a file of weights or a hub id.
-        device: "auto" (the best there is), "cpu", "cuda" or "mps".
+        device: "auto" (the best there is), "cpu", "cuda", "cuda:1" or "mps".
         refuse: the share of images of its own classes that a model may answer "none of these" to, in order to refuse
             others; by default that of the model. 0 never refuses, as does a model that was not fitted for it.
 

@@ -4,10 +4,12 @@ import csv
 import io
 import itertools
 import json
+from pathlib import Path
 from typing import Literal, Protocol
 
 from rich.cells import cell_len, set_cell_size
 
+from vitlab.errors import UserError
 from vitlab.predict.classifier import REFUSED, Prediction
 from vitlab.predict.inputs import Inputs
 from vitlab.terminal import printable
@@ -15,6 +17,7 @@ from vitlab.terminal import printable
 FormatName = Literal["table", "json", "csv"]
 TOP: dict[FormatName, int] = {"table": 1, "json": 5, "csv": 1}  # classes per image by default
 FORMAT_OF_SUFFIX: dict[str, FormatName] = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv"}
+FORMAT_OF_SUFFIX |= {".txt": "table", "": "table"}
 NAME_WIDTH, LABEL_WIDTH = 60, 30  # the most columns of a terminal for a path and for a class
 
 
@@ -109,6 +112,15 @@ class CsvLists(Csv):
     def line(self, prediction: Prediction) -> str:
         values = ";".join(str(seven_digits(value)) for value in prediction.probabilities)
         return self.row(prediction.file, ";".join(prediction.labels), values)
+
+
+def format_of(out: Path) -> FormatName:
+    """The format that the name of a file asks for; UserError for a kind of file that is not written."""
+    suffix = out.suffix.lower()
+    if suffix not in FORMAT_OF_SUFFIX:
+        fix = "--out with .csv, .jsonl or .txt, or add --csv or --json for any other name"
+        raise UserError(f"{out} ends in {out.suffix}, which is not written; use {fix}")
+    return FORMAT_OF_SUFFIX[suffix]
 
 
 def make_format(

@@ -21,7 +21,7 @@ from vitlab.device import peak_flops, pick_device
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
 from vitlab.models.variants import Model, build, create, name_of
-from vitlab.text import duration
+from vitlab.text import counted, duration
 from vitlab.training.recipe import Recipe, change, count_steps, evaluations, override
 from vitlab.training.recipes import DIGITS, made, vary
 from vitlab.training.setup import free_bytes, open_recipe_data
@@ -83,7 +83,7 @@ def finetune_recipe(spec: str, start: str | None, pairs: list[str]) -> FinetuneP
 
 
 def find_weights(start: str | None, device: torch.device) -> tuple[str | None, Model | None, list[str]]:
-    """The weights asked for; else the default from the hub; else none, with a warning."""
+    """The weights asked for, else the default from the hub; none at all only if that is asked for, as "none"."""
     if start == "none":
         return None, None, ["training from scratch: with few images, starting from weights is far better (--weights)"]
     if start is not None:
@@ -92,8 +92,11 @@ def find_weights(start: str | None, device: torch.device) -> tuple[str | None, M
     try:
         return name, load(name), []
     except UserError as error:
-        advice = "give weights with --weights FILE (safetensors, npz, pth or a run folder) for a far better model"
-        return None, None, [f"no weights to start from, so training from scratch; {advice} ({error})"]
+        raise UserError(
+            f"there are no weights to start from ({error}); give some with --weights FILE (safetensors, npz, pth or a "
+            f"run folder), or `hf download {name} --local-dir vit` on a machine with a network, copy the folder here "
+            "and add --weights vit; --weights none trains from scratch, which is far worse with few images"
+        ) from None
 
 
 def from_weights(data: Data, spec: str, weights: str | None, model: Model, device: torch.device) -> tuple[Recipe, str]:
@@ -232,12 +235,12 @@ def data_warnings(data: Data, spec: str) -> list[str]:
 
 def length(recipe: Recipe, images: int) -> str:
     if recipe.steps is not None:
-        return f"{recipe.steps} steps ({recipe.steps * recipe.batch / images:.1f} epochs)"
-    return f"{recipe.epochs:g} epochs"
+        return f"{counted(recipe.steps, 'step')} ({recipe.steps * recipe.batch / images:.1f} epochs)"
+    return counted(recipe.epochs or 0, "epoch")
 
 
 def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     count = torch.get_num_threads()
-    return {"cpu": f"CPU ({count} thread{'s' * (count > 1)})", "mps": "Mac's GPU"}[device.type]
+    return {"cpu": f"CPU ({counted(count, 'thread')})", "mps": "Mac's GPU"}[device.type]

@@ -31,7 +31,10 @@ NESTED = ("augment", "preprocess", "model_settings")
 # What a model's name, the recipe or the data decide.
 NOT_IN_RECIPE = ("image_size", "patch", "stem", "classes")
 # What may change between a run and its continuation: it is the same run, on another machine to another rounding.
-LOOSE = ("workers", "device", "parallel", "checkpoint_every", "log_every", "tensorboard", "data", "broken_limit")
+LOOSE = (
+    *("workers", "device", "parallel", "checkpoint_every", "log_every", "data", "broken_limit"),
+    *("tensorboard", "wandb", "mlflow"),
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Recipe:
 
     # how it runs
     seed: Annotated[int, Range(0), "every random number follows from it"] = 0
-    device: Annotated[str, "auto, cpu, cuda or mps"] = "auto"
+    device: Annotated[str, "auto, cpu, cuda, cuda:1 or mps"] = "auto"
     precision: Annotated[Precision, "auto: mixed bfloat16 where the GPU has it"] = "auto"
     compile: Annotated[Compile, "torch.compile; auto: on a GPU"] = "auto"
     cuda_graph: Annotated[bool, "on one GPU without micro-batches, AdamW's step as a CUDA graph: for small models"] = (
@@ -107,6 +110,8 @@ class Recipe:
     checkpoint_every: Annotated[int, COUNT, "steps between checkpoints"] = 500
     log_every: Annotated[int, COUNT, "steps between log records on disk"] = 10
     tensorboard: Annotated[bool, "write TensorBoard's event files too"] = False
+    wandb: Annotated[bool, "log to Weights & Biases too; WANDB_MODE=offline needs no network"] = False
+    mlflow: Annotated[bool, "log to MLflow too, where MLFLOW_TRACKING_URI points"] = False
 
     def __post_init__(self) -> None:
         check_types(self)

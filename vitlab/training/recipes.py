@@ -16,6 +16,7 @@ from vitlab.errors import UserError
 from vitlab.models.config import Preprocess
 from vitlab.models.variants import SIZES, configure
 from vitlab.settings import parse_settings
+from vitlab.text import counted
 from vitlab.training.recipe import Recipe, change, keys, make_recipe, override
 
 # Images in the training sets whose size a recipe's cost needs.
@@ -261,7 +262,7 @@ def run_flops(recipe: Recipe) -> float:
 
 def length(recipe: Recipe) -> str:
     if recipe.steps is None:
-        return f"{recipe.epochs:g} epochs"
+        return counted(recipe.epochs or 0, "epoch")
     short = {10**6: "M", 10**3: "k"}
     size = next((size for size in short if recipe.steps % size == 0), 1)
     return f"{recipe.steps // size}{short.get(size, '')} steps"

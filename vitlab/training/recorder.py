@@ -1,8 +1,7 @@
-"""What a run reports while it trains: log.jsonl, TensorBoard's files and a progress bar."""
+"""What a run reports while it trains: log.jsonl, a progress bar, and the loggers that the recipe names."""
 
 import math
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +17,7 @@ from vitlab.text import duration
 from vitlab.training.checkpoint import CheckpointMeta, disk_errors
 from vitlab.training.cuda_graph import StepResult
 from vitlab.training.log import LOG, Log
+from vitlab.training.loggers import numbers_of, open_loggers
 from vitlab.training.parallel import Cluster
 from vitlab.training.setup import RunSetup
 
@@ -42,8 +42,7 @@ class Recorder:
         self.bar = Bar(console, setup.recipe.steps or 0, start.step, shown=cluster.first)
         with disk_errors(self.out):
             self.log = Log(self.out / LOG, start.log_bytes) if cluster.first else None
-            tensorboard = cluster.first and setup.recipe.tensorboard
-            self.board = TensorBoard(self.out / "tensorboard", start.step) if tensorboard else None
+            self.loggers = open_loggers(setup.recipe, self.out, start.step) if cluster.first else []
         self.restart_clock()
 
     def __enter__(self) -> Self:
@@ -53,9 +52,10 @@ class Recorder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.bar.progress.stop()
         with disk_errors(self.out):
-            for file in (self.log, self.board):
-                if file is not None:
-                    file.close()
+            if self.log is not None:
+                self.log.close()
+            for logger in self.loggers:
+                logger.close()
 
     def restart_clock(self) -> None:
         """Count the time for the speed from now on, as after a test."""
@@ -109,36 +109,16 @@ class Recorder:
         if self.log is not None:
             with disk_errors(self.out / LOG):
                 self.log.write(record)
-        if self.board is not None and "step" in record:
+        if "step" in record:
             with disk_errors(self.out / "tensorboard"):
-                self.board.write(record)
+                for logger in self.loggers:
+                    logger.write(record["step"], numbers_of(record))
 
     def sync(self) -> int:
         """Log all steps and force the log to disk, before a checkpoint refers to it; its length in bytes."""
         self.flush()
         with disk_errors(self.out / LOG):
             return self.log.sync() if self.log is not None else 0
-
-
-class TensorBoard:
-    """TensorBoard's event files."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UserError("tensorboard=true needs TensorBoard: pip install 'vitlab[board]'") from None
-        self.writer = SummaryWriter(str(folder), purge_step=step)
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Add the numbers of a log record; those of a test under its name, as in test/accuracy."""
-        for name, value in record.items():
-            for key, number in (value if isinstance(value, dict) else {"": value}).items():
-                if name != "step":
-                    self.writer.add_scalar(f"{name}/{key}" if key else name, number, record["step"])
-
-    def close(self) -> None:
-        self.writer.close()
 
 
 class Bar:

@@ -18,7 +18,7 @@ from vitlab.data.review_file import apply_review
 from vitlab.data.source import Data
 from vitlab.device import pick_workers
 from vitlab.errors import UserError
-from vitlab.files import atomic_file
+from vitlab.files import atomic_file, check_folder
 from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig
 from vitlab.models.meta import meta_model
 from vitlab.models.variants import Model, build, create
@@ -106,6 +106,13 @@ def recipe_to_resume(out: Path, pairs: list[str]) -> Recipe | None:
     if recipe.review is not None and "review" not in given:
         check_trusted_review(recipe.review, out / RECIPE)
     return recipe
+
+
+def check_new_folder(out: Path, *, resume: bool) -> None:
+    """Raise UserError, before data are looked at, for a folder that cannot hold a run or holds one already."""
+    check_folder(out)
+    if not resume and (os.path.lexists(out / RECIPE) or is_staged(out)):
+        raise UserError(f"{out} holds a run already; continue it with --resume, or choose another --out")
 
 
 def prepare_run(

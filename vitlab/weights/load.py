@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,33 @@ def read_checkpoint(
     """A checkpoint of any format, in the precision it has; a UserError names the source."""
     try:
         raw = open_source(source)
-        return parse_checkpoint(raw, recognize_format(raw, format), given, image_size)
+        kind = recognize_format(raw, format)
+        if raw.is_guess and kind in (timm.NAME, huggingface.NAME):
+            return parse_with_guess(raw, kind, given, image_size)
+        return parse_checkpoint(raw, kind, given, image_size)
     except OSError as error:
         raise UserError(f"{os.fspath(source)} cannot be read: {brief(error)}") from None
+
+
+def parse_with_guess(raw: RawCheckpoint, format: str, given: FormatDefaults, image_size: Size | None) -> Checkpoint:
+    """A file with the config.json beside it or, where that is another model's, without."""
+    try:
+        checkpoint = parse_checkpoint(raw, format, given, image_size)
+        check_shape(raw.config, checkpoint.config)
+        return checkpoint
+    except UserError as error:
+        log.info("%s is not used: %s", raw.tensors.path.with_name("config.json"), error)
+    return parse_checkpoint(dataclasses.replace(raw, config={}, processor={}), format, given, image_size)
+
+
+def check_shape(stored: Mapping[str, Any], config: ModelConfig) -> None:
+    """Raise UserError for a config.json that describes a model of another shape."""
+    width = config.channels if isinstance(config, ResNetConfig) else config.width
+    facts = {**dict.fromkeys(("num_features", "embed_dim", "hidden_size"), width), "num_classes": config.classes}
+    facts |= {} if isinstance(config, ResNetConfig) else {"depth": config.depth, "num_hidden_layers": config.depth}
+    for key, value in facts.items():
+        if key in stored and stored[key] != value:
+            raise UserError(f"it has {key}={stored[key]!r} and the weights beside it have {value}")
 
 
 def parse_checkpoint(raw: RawCheckpoint, format: str, given: FormatDefaults, image_size: Size | None) -> Checkpoint:
@@ -151,7 +176,25 @@ def open_file(name: str, path: Path) -> RawCheckpoint:
         if path.name == vitlab.WEIGHTS and vitlab.is_vitlab_folder(path.parent):
             config = read_json(vitlab.find_config(path.parent))
             return RawCheckpoint(name, open_tensors(path), config, {})
-    return RawCheckpoint(name, open_tensors(path), {}, {}, read_beside(path))
+    beside = read_beside(path)
+    config, processor = ({}, {}) if beside else find_configs(path.parent)
+    return RawCheckpoint(name, open_tensors(path), config, processor, beside, is_guess=bool(config))
+
+
+def find_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and preprocessor_config.json of timm or transformers in the folder of a file; empty without."""
+    try:
+        config, processor = read_configs(folder)
+    except (UserError, OSError) as error:
+        log.info("the config beside the weights is not used: %s", error)
+        return {}, {}
+    return (config, processor) if config.keys() & {"architecture", "arch", "model_type"} else ({}, {})
+
+
+def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    files = [folder / "config.json", folder / "preprocessor_config.json"]
+    config, processor = (read_json(file) if file.is_file() else {} for file in files)
+    return config, processor
 
 
 def open_folder(name: str, path: Path) -> RawCheckpoint:
@@ -161,8 +204,7 @@ def open_folder(name: str, path: Path) -> RawCheckpoint:
     weights = next((path / file for file in (vitlab.WEIGHTS, hub.OLD_WEIGHTS) if (path / file).is_file()), None)
     if weights is None:
         raise UserError(f"{name} has neither {vitlab.WEIGHTS} nor {hub.OLD_WEIGHTS}; name a file in it")
-    beside = [path / "config.json", path / "preprocessor_config.json"]
-    config, processor = (read_json(file) if file.is_file() else {} for file in beside)
+    config, processor = read_configs(path)
     return RawCheckpoint(name, open_tensors(weights), config, processor, read_beside(weights))
 
 
@@ -189,12 +231,17 @@ def recognize_format(source: RawCheckpoint, format: str | None) -> str:
 
 
 def log_defaults(source: RawCheckpoint, format: str, parsed: ParsedCheckpoint) -> None:
-    """Log the settings that the file does not have, with the values that its format usually has."""
+    """Log the settings that the file does not have and its format usually has; with `-v`, their values too."""
+    if not parsed.defaulted:
+        return
     values = vars(settings_of(parsed.config)) | {"image_size": parsed.config.image_size}
     values |= {"preprocess": parsed.card.preprocess}
-    if parsed.defaulted:
+    if log.isEnabledFor(logging.DEBUG):
         words = ", ".join(f"{name}={values[name]}" for name in parsed.defaulted)
         log.info("%s does not have every setting; as usual in %s files: %s", source.name, format, words)
+    else:
+        names = ", ".join(parsed.defaulted)
+        log.info("%s: %s as usual in %s files (-v shows the values)", source.name, names, format)
 
 
 # ---- change

@@ -50,6 +50,7 @@ class RawCheckpoint:
     config: Mapping[str, Any]  # config.json of a folder
     processor: Mapping[str, Any]  # preprocessor_config.json of a hub's folder
     beside: Mapping[str, Any] = field(default_factory=dict)  # what the file itself cannot hold
+    is_guess: bool = False  # config and processor lie beside a file, and may be another's
 
     @property
     def shapes(self) -> Mapping[str, Shape]:

@@ -162,10 +162,13 @@ def default_labels(classes: int) -> dict[str, str]:
 
 
 def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
+    return card.thresholds is None and card.temperature == 1 and has_processor(config, card)
+
+
+def has_processor(config: ModelConfig, card: Card) -> bool:
     """None of transformers' processors scales a photo to cover an input that is not square; theirs would pad it."""
     height, width = config.image_size
-    is_plain = card.thresholds is None and card.temperature == 1
-    return is_plain and (card.preprocess.fit == "stretch" or height == width)
+    return card.preprocess.fit == "stretch" or height == width
 
 
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
@@ -175,7 +178,7 @@ def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: 
     theirs = from_vitlab(expand(table("vit." if c.classes else ""), c), tensors)
     save_tensors(theirs, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(describe_model(c, card), indent=2))
-    if holds_card(c, card, True):
+    if has_processor(c, card):
         text = json.dumps(describe_preprocess(c, card.preprocess), indent=2)
         (path / "preprocessor_config.json").write_text(text)
 

@@ -1,7 +1,7 @@
 """timm's ViTs (plain and hybrid) and BiT ResNets: state dicts, and the folders its hub models come in.
 
-A bare file has neither heads nor GELU nor preprocessing; a folder's config.json names the architecture, from which they
-follow, and holds the preprocessing.
+A bare file has neither heads nor GELU nor preprocessing; a config.json in its folder names the architecture, from which
+they follow, and holds the preprocessing. Its fields may also stand at the top, without `pretrained_cfg`.
 """
 
 import json
@@ -157,7 +157,7 @@ def find_pool(source: RawCheckpoint) -> Pool:
 
 
 def architecture(source: RawCheckpoint) -> str:
-    name = source.config.get("architecture", "")
+    name = source.config.get("architecture", source.config.get("arch", ""))
     if not isinstance(name, str):
         raise UserError(f"'architecture' in the config of {source.name} must be a word, not {name!r}")
     return name
@@ -176,7 +176,7 @@ def model_args(source: RawCheckpoint) -> Mapping[str, Any]:
 
 def pretrained_config(source: RawCheckpoint) -> Mapping[str, Any]:
     """Older folders have these fields at the top."""
-    if "architecture" not in source.config:
+    if not architecture(source):
         return {}
     return find_object(source, source.config, "pretrained_cfg") or source.config
 
@@ -189,12 +189,13 @@ def read_settings(source: RawCheckpoint, width: int) -> FormatDefaults:
     act = args.get("act_layer")
     if act is not None and (not isinstance(act, str) or act not in ACTIVATIONS):
         raise UserError(f"{source.name} has the activation {act!r}; only GELU is supported")
-    settings = FormatDefaults(heads=args.get("num_heads"), gelu=ACTIVATIONS[act] if act else None)
+    heads = args.get("num_heads", source.config.get("num_heads"))
+    settings = FormatDefaults(heads=heads, gelu=ACTIVATIONS[act] if act else None)
     if name := architecture(source):  # then timm's own defaults hold, with the exceptions by name
         gelu: Gelu = "tanh" if re.search(TANH, name) else "exact"
         heads = ODD_HEADS.get(name, HEADS.get(width))
-        preprocess = read_preprocess(source, PREPROCESS)
-        settings = settings.over(FormatDefaults(heads, gelu, norm_eps=1e-6, preprocess=preprocess).over(STD))
+        eps, preprocess = source.config.get("norm_eps", 1e-6), read_preprocess(source, PREPROCESS)
+        settings = settings.over(FormatDefaults(heads, gelu, norm_eps=eps, preprocess=preprocess).over(STD))
     return settings
 
 
