@@ -12,6 +12,7 @@ from vitlab.cost import cost
 from vitlab.data.images import BrokenImage
 from vitlab.data.review_file import NAME as REVIEW
 from vitlab.data.review_file import read_review
+from vitlab.data.samples import write_samples
 from vitlab.data.source import Data, ImageSource
 from vitlab.device import memory_errors
 from vitlab.errors import UserError
@@ -48,7 +49,7 @@ class Report:
 def write_report(
     run: str | Path, data: str | Data | None = None, *, split: str = "test", device: str = "auto"
 ) -> Report:
-    """Write RUN/report.html, complete or not at all.
+    """Write RUN/report.html, complete or not at all, and RUN/samples.json, a few of the images that it is tested on.
 
     `data` is what the model is tested on, by default the test split of the set it was trained on, if it is a built-in
     one or this user started the run. A model without a head, as from masked patch prediction, is not tested, and its
@@ -87,6 +88,7 @@ def make_page(
             raise UserError(f"'{broken.name}' cannot be read as an image any more: {broken.why}") from None
         figures = draw_figures(history, single)
         done(5)
+    write_samples(folder, opened.test)  # for the page of `vitlab serve`
     findings = read_review(folder / REVIEW) if (folder / REVIEW).exists() else []
     return render(subject, tested, mistakes, figures, worth_a_look(findings, opened)), scores
 
