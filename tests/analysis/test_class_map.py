@@ -1,19 +1,31 @@
 """The class map against plain computations in float64; what it leaves as it was; threads; errors."""
 
 import copy
+import dataclasses
+import math
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from torch import Tensor, nn
 
 import vitlab
 from vitlab.analysis.class_map import class_map, log_odds
+from vitlab.analysis.held import encode_until, held_logits
+from vitlab.data.transforms import eval_image
+from vitlab.errors import UserError
 from vitlab.models.config import ResNetConfig, StemConfig, ViTConfig
 
 Fill = Callable[..., Any]
+SHARED = Path(os.environ.get("VITLAB_SHARED", Path(__file__).parents[3] / "shared"))
+WEIGHTS = SHARED / "weights" / "vit_tiny_patch16_224.safetensors"
 
 
 def small(**settings: Any) -> ViTConfig:
@@ -103,3 +115,183 @@ def test_in_any_mode_of_the_caller(name: str, randomize: Fill) -> None:
     model.train()
     torch.testing.assert_close(class_map(model, images, labels_of(model)), expected)
     assert all(module.training for module in model.modules())
+
+
+# ---- the parts of tokens
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "ResNet"])
+def test_holding_keeps_the_logits(name: str, start: int, randomize: Fill) -> None:
+    model, images = prepare(name, randomize)
+    tokens = encode_until(model, model.patches(images), start)
+    torch.testing.assert_close(held_logits(model, tokens, start), model(images), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "ResNet"])
+def test_parts_sum_to_the_logit(name: str, start: int, randomize: Fill) -> None:
+    """Without biases and positions nothing is left over: token times gradient over all tokens is the logit."""
+    model, images = prepare(name, randomize)
+    for key, parameter in model.named_parameters():
+        if key.endswith("bias") or key.startswith("positions"):
+            nn.init.zeros_(parameter)
+    tokens = encode_until(model, model.patches(images), start).detach().requires_grad_()
+    logits = held_logits(model, tokens, start)
+    for label in range(model.config.classes):
+        (gradient,) = torch.autograd.grad(logits[:, label].sum(), tokens, retain_graph=True)
+        torch.testing.assert_close((tokens * gradient).sum((1, 2)), logits[:, label], rtol=1e-9, atol=1e-10)
+
+
+class Frozen:
+    """A block in numpy, whose attention, norms' scales and GELU's slopes stay those of the first input."""
+
+    def __init__(self, block: Any) -> None:
+        self.block, self.kept = block, []
+        self.step = 0
+
+    def keep(self, value: np.ndarray) -> np.ndarray:
+        """The value that was computed here for the first input."""
+        if self.step == len(self.kept):
+            self.kept.append(value)
+        self.step += 1
+        return self.kept[self.step - 1]
+
+    def norm(self, norm: Any, x: np.ndarray) -> np.ndarray:
+        centered = x - x.mean(1, keepdims=True)
+        scale = self.keep(1 / np.sqrt((centered**2).mean(1, keepdims=True) + norm.eps))
+        return centered * scale * norm.weight.detach().numpy() + norm.bias.detach().numpy()
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        self.step = 0
+        attention, mlp = self.block.attention, self.block.mlp
+        qkv = dense(attention.qkv, self.norm(self.block.norm1, x))
+        width = x.shape[1]
+        side = width // attention.heads
+        mixed = np.zeros_like(x)
+        for head in range(attention.heads):
+            q, k, v = (qkv[:, part * width + head * side :][:, :side] for part in range(3))
+            powers = np.exp(q @ k.T / side**0.5)
+            weights = self.keep(powers / powers.sum(1, keepdims=True))
+            mixed[:, head * side : (head + 1) * side] = weights @ v
+        x = x + dense(attention.out, mixed)
+        y = dense(mlp.up, self.norm(self.block.norm2, x))
+        slopes = self.keep(np.vectorize(lambda t: 0.5 * (1 + math.erf(t / math.sqrt(2))))(y))
+        return x + dense(mlp.down, y * slopes)
+
+
+def dense(layer: Any, x: np.ndarray) -> np.ndarray:
+    return np.asarray(x @ layer.weight.detach().numpy().T + layer.bias.detach().numpy())
+
+
+@pytest.mark.parametrize("pool", ["token", "mean"])
+def test_a_patch_has_what_is_lost_without_its_token(pool: str, randomize: Fill) -> None:
+    """In numpy: the same sums and products with one token replaced by zeros, all that depends on tokens held."""
+    model = randomize(vitlab.build(small(pool=pool, depth=4))).double().eval()
+    model.card = dataclasses.replace(model.card, thresholds=(0.5,) * 5)  # multi-label: log-odds are logits
+    images = torch.randn(1, 3, 12, 20, dtype=torch.float64)
+    start = 1  # a third of the way
+    before = encode_until(model, model.patches(images), start)[0].detach().numpy()
+    blocks, final = [Frozen(block) for block in model.blocks[start:]], Frozen(None)
+
+    def logit(x: np.ndarray, label: int) -> float:
+        for block in blocks:
+            x = block(x)
+        final.step = 0
+        x = final.norm(model.norm, x)
+        return float(dense(model.head, x[:1] if pool == "token" else x.mean(0, keepdims=True))[0, label])
+
+    for label in (0, 4):
+        lost = []
+        full = logit(before, label)
+        for j in range(int(pool == "token"), len(before)):
+            changed = before.copy()
+            changed[j] = 0
+            lost.append(full - logit(changed, label))
+        got = class_map(model, images, label)
+        np.testing.assert_allclose(got.flatten(), np.maximum(lost, 0), rtol=1e-9, atol=1e-11)
+
+
+def test_a_resnets_cells_sum_to_the_logit(randomize: Fill) -> None:
+    """The class activation map: each cell of the final map times the class's row of the head, over their number."""
+    model, images = prepare("ResNet", randomize)
+    model.card = dataclasses.replace(model.card, thresholds=(0.5,) * 5)
+    cells = model.tokens(images).detach().numpy()
+    expected = cells @ model.head.weight[2].detach().numpy() / cells.shape[1]
+    got = class_map(model, images, 2).flatten(1)
+    np.testing.assert_allclose(got, np.maximum(expected, 0), rtol=1e-9, atol=1e-12)
+
+
+def test_temperature_scales_the_logits(randomize: Fill) -> None:
+    model, images = prepare("plain", randomize)
+    expected = copy.deepcopy(model)
+    with torch.no_grad():
+        expected.head.weight.div_(3)
+        expected.head.bias.div_(3)
+    model.card = dataclasses.replace(model.card, temperature=3.0)
+    torch.testing.assert_close(class_map(model, images, 1), class_map(expected, images, 1))
+
+
+# ---- as a server uses it
+
+
+def test_threads_share_a_model(randomize: Fill) -> None:
+    model, images = prepare("plain", randomize)
+    expected = [class_map(model, images, label) for label in range(5)]
+    with ThreadPoolExecutor(5) as pool:
+        for _ in range(20):
+            found = list(pool.map(lambda label: class_map(model, images, label), range(5)))
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("how", ["weights", "autocast"])
+def test_low_precision(how: str, randomize: Fill) -> None:
+    model, images = prepare("plain", randomize)
+    expected = class_map(model, images, 1)
+    kept = torch.bfloat16 if how == "weights" else torch.float32
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        got = class_map(model.to(kept), images.to(kept), 1)
+    assert (got - expected).abs().max() < (0.1 if how == "weights" else 1e-5) * expected.max()
+
+
+def test_compiled(randomize: Fill) -> None:
+    torch._dynamo.reset()
+    model, images = prepare("plain", randomize)
+    expected = class_map(model, images, 1)
+    torch.testing.assert_close(class_map(torch.compile(model, backend="eager"), images, 1), expected)
+
+
+def test_errors(randomize: Fill) -> None:
+    model, images = prepare("plain", randomize)
+    with pytest.raises(UserError, match="there is no class 5; this model has 5, from 0 to 4"):
+        class_map(model, images, 5)
+    with pytest.raises(UserError, match="there is no class -1"):
+        class_map(model, images, torch.tensor([0, -1, 2]))
+    with pytest.raises(UserError, match=r"one for each image, not torch.int64 of shape \(2,\)"):
+        class_map(model, images, torch.tensor([0, 1]))
+    with pytest.raises(UserError, match=r"not torch\.float32"):
+        class_map(model, images, torch.tensor(1.0))
+    with pytest.raises(UserError, match="resize"):
+        class_map(model, images[..., :8], 0)
+    with pytest.raises(UserError, match="has no head"):
+        class_map(vitlab.build(small(classes=0)), images.float(), 0)
+    with pytest.raises(UserError, match="vitlab model, not Linear"):
+        class_map(nn.Linear(2, 2), images, 0)  # type: ignore[arg-type]
+
+
+# ---- on photos
+
+
+def test_asks_for_one_of_two_photos() -> None:
+    """Side by side: what speaks for the class of each photo is in its half."""
+    if not WEIGHTS.exists():
+        pytest.skip(f"there is no {WEIGHTS}; set VITLAB_SHARED to the folder that has weights/")
+    model: Any = vitlab.load(WEIGHTS)
+    photos = [Image.fromarray(photo) for photo in load_sample_images().images]  # a pavilion and a dahlia
+    images = torch.stack([eval_image(photo, (224, 224), model.card.preprocess) for photo in photos])
+    labels = model(images).argmax(1)
+    pair = torch.cat([images[0, :, :, 56:168], images[1, :, :, 56:168]], -1)[None]
+    left, right = (class_map(model, pair, int(label))[0] for label in labels)
+    assert left[:, :7].sum() > 0.7 * left.sum()
+    assert right[:, 7:].sum() > 0.7 * right.sum()

@@ -1,32 +1,27 @@
 """Which patches speak for a class: a map of one image and one class, of any model with a head.
 
-The score is the log-odds of the class. Each patch is credited with what is read from it, times the score's gradient.
-
-Shapes: B batch, N tokens, D width, H heads, K head width, h and w patches down and across.
+Shapes: B batch, N tokens, D width, h and w patches down and across.
 """
 
 import copy
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitlab.analysis.held import encode_until, held_logits
 from vitlab.errors import UserError
 from vitlab.models.images import check_images
 from vitlab.models.resnet import ResNet
 from vitlab.models.variants import Model
-from vitlab.models.vit import Attention, Block, ViT, attention_weights
+from vitlab.models.vit import ViT
 
 
 def class_map(model: Model, images: Tensor, label: int | Tensor) -> Tensor:
     """Which patches speak for a class.
 
-    Where a class token reads the image, a patch's relevance is the sum over layers and heads of attention times
-    gradient: by how much what the class token took from the patch raised the class's log-odds, to first order. Other
-    models pool their final tokens, and each token has the share of its own. What speaks against the class is left out.
-
-    Nothing of the model changes, and several threads may call this with one model.
+    A patch has the part of the class's log-odds that comes from its token a third of the way through the blocks; in a
+    ResNet, from its cell of the final map. What speaks against the class is left out. Nothing of the model changes,
+    and several threads may call this with one model.
 
     Args:
         model: a vitlab ViT (plain, hybrid, axial, of any pooling) or ResNet with a head.
@@ -49,12 +44,14 @@ def class_map(model: Model, images: Tensor, label: int | Tensor) -> Tensor:
         ready = as_readable(model)
         weight = ready.root.weight if isinstance(ready, ResNet) else ready.embed.weight
         with torch.autocast(weight.device.type, enabled=False):
-            images = images.detach().clone() if images.is_inference() else images.detach()
             check_images(images, ready.config.image_size, weight)
+            images = images.detach().clone() if images.is_inference() else images.detach()
             labels = check_labels(label, len(images), ready.config.classes).to(weight.device)
-            reads = isinstance(ready, ViT) and ready.config.token
-            relevance = token_reads(ready, images, labels) if reads else pooled_tokens(ready, images, labels)
-            return relevance.clamp(min=0).unflatten(-1, ready.config.grid)
+            if isinstance(ready, ResNet):
+                parts = cell_parts(ready, images, labels)
+            else:
+                parts = patch_parts(ready, images, labels)
+            return parts.clamp(min=0).unflatten(-1, ready.config.grid)
 
 
 def as_readable(model: nn.Module) -> Model:
@@ -73,7 +70,8 @@ def check_labels(label: int | Tensor, count: int, classes: int) -> Tensor:
     """Labels (B,) of the images."""
     labels = torch.as_tensor(label)
     if labels.is_floating_point() or labels.ndim > 1 or (labels.ndim == 1 and len(labels) != count):
-        raise UserError(f"label must be one class or {count}, one for each image, not of shape {tuple(labels.shape)}")
+        what = f"{labels.dtype} of shape {tuple(labels.shape)}"
+        raise UserError(f"label must be the number of a class, or {count} of them, one for each image, not {what}")
     for wrong in labels[(labels < 0) | (labels >= classes)].flatten().tolist()[:1]:
         raise UserError(f"there is no class {wrong}; this model has {classes}, from 0 to {classes - 1}")
     return labels.long().expand(count).clone()  # a tensor made in inference mode cannot enter the graph
@@ -91,82 +89,27 @@ def log_odds(logits: Tensor, labels: Tensor, multi: bool) -> Tensor:
     return own - logits.scatter(1, labels[:, None], -torch.inf).logsumexp(1)
 
 
-def score(model: Model, tokens: Tensor, labels: Tensor) -> Tensor:
-    """The sum over images of the log-odds, from the final tokens."""
-    features = tokens.mean(1) if isinstance(model, ResNet) else model.pool_tokens(tokens)
-    assert model.head is not None  # checked at the start
-    logits = model.head(features)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return log_odds(logits, labels, model.card.thresholds is not None).sum()
-
-
-# ---- models that pool their tokens
-
-
-def pooled_tokens(model: Model, images: Tensor, labels: Tensor) -> Tensor:
-    """Tokens times gradient, (B, N)."""
+def patch_parts(model: ViT, images: Tensor, labels: Tensor) -> Tensor:
+    """The part of each patch, (B, hw)."""
+    start = len(model.blocks) // 3
     with torch.no_grad():
-        tokens = model.tokens(images)  # (B, N, D)
+        tokens = encode_until(model, model.patches(images), start)  # (B, N, D)
     tokens.requires_grad_()
-    (gradient,) = torch.autograd.grad(score(model, tokens, labels), tokens)
+    return token_gradient(model, tokens, held_logits(model, tokens, start), labels)[:, int(model.config.token) :]
+
+
+def cell_parts(model: ResNet, images: Tensor, labels: Tensor) -> Tensor:
+    """The part of each cell, (B, hw)."""
+    assert model.head is not None  # checked at the start
+    with torch.no_grad():
+        tokens = model.tokens(images)  # (B, hw, C)
+    tokens.requires_grad_()
+    return token_gradient(model, tokens, model.head(tokens.mean(1)), labels)
+
+
+def token_gradient(model: Model, tokens: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """Tokens (B, N, D) times the gradient of the labels' log-odds, (B, N)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = log_odds(logits / model.card.temperature, labels, model.card.thresholds is not None).sum()
+    (gradient,) = torch.autograd.grad(total, tokens)
     return (tokens.detach() * gradient).sum(-1)
-
-
-# ---- models with a class token
-
-
-@dataclass(frozen=True)
-class Read:
-    """What an attention layer computes: queries, keys, values and the mixed values y, (B, H, N, K)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None  # (B, H, N, N)
-    y: Tensor
-
-
-def token_reads(model: ViT, images: Tensor, labels: Tensor) -> Tensor:
-    """The class token's attention times its gradient, over all layers and heads, without that to itself: (B, N - 1)."""
-    with torch.no_grad():
-        x = model.patches(images)
-    tokens, reads = encode(model, x.requires_grad_())
-    gradients = torch.autograd.grad(score(model, tokens, labels), [read.y for read in reads])
-    with torch.no_grad():
-        parts = [credit(read, gradient) for read, gradient in zip(reads, gradients, strict=True)]
-        return torch.stack(parts).sum(0)
-
-
-def credit(read: Read, gradient: Tensor) -> Tensor:
-    """What a layer's class token takes from each patch, times the gradient of y: (B, N - 1).
-
-    y is linear in the attention weights, so their gradient is the values times y's.
-    """
-    first = slice(0, 1)
-    weights = attention_weights(read.q[:, :, first], read.k, None if read.bias is None else read.bias[:, :, first])
-    pull = (read.v * gradient[:, :, first]).sum(-1)  # (B, H, N)
-    return (weights[:, :, 0] * pull).sum(1)[:, 1:]
-
-
-def encode(model: ViT, x: Tensor) -> tuple[Tensor, list[Read]]:
-    """`ViT.encode` with full attention, in eval mode, that keeps what each layer reads.
-
-    Hooks would be simpler, but other threads would run into them.
-    """
-    assert model.token is not None
-    x = torch.cat([model.token.to(x.dtype).expand(x.shape[0], -1, -1), x], 1)
-    reads = []
-    for layer, block in enumerate(model.blocks):
-        assert isinstance(block, Block)
-        if model.positions is not None and (layer == 0 or model.config.placement != "stem"):
-            x = x + model.positions(layer)
-        read = attend(block.attention, block.norm1(x))
-        x = x + block.attention.out(read.y.transpose(1, 2).reshape(x.shape))
-        x = x + block.mlp(block.norm2(x))
-        reads.append(read)
-    return model.norm(x), reads
-
-
-def attend(layer: Attention, x: Tensor) -> Read:
-    q, k, v, bias = layer.project(x)
-    return Read(q, k, v, bias, F.scaled_dot_product_attention(q, k, v, attn_mask=bias))

@@ -1,10 +1,11 @@
 """All figures of a model on some images, with the arrays they show, in one folder.
 
 filters, positions, distance    .png, .svg, .npz     of the model; distance over all images
-NAME/rollout, layers, heads, steps    .png, .svg     of the image NAME
-NAME/arrays.npz                                      the arrays of these, as in `steps.Steps`
+NAME/classes, rollout, layers, heads, steps    .png, .svg     of the image NAME
+NAME/arrays.npz                                      the arrays of these, as in `steps.Steps` and `ClassMaps`
 """
 
+import difflib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from vitlab.analysis.class_map import class_map
 from vitlab.analysis.distance import batch_size, cell_distances, depth_trend, mean_distance
 from vitlab.analysis.embeddings import patch_filters, position_similarity, position_trend
-from vitlab.analysis.steps import five_steps
+from vitlab.analysis.steps import denormalize, five_steps, to_array
 from vitlab.data.folder import walk_images, warn_skipped
 from vitlab.data.images import BrokenImage, decode
 from vitlab.data.transforms import eval_image
@@ -33,9 +36,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OF_WEIGHTS = ("filters", "positions")
-OF_IMAGE = ("rollout", "layers", "heads", "steps")
+OF_ATTENTION = ("rollout", "layers", "heads", "steps")
+OF_IMAGE = ("classes", *OF_ATTENTION)
 FIGURES = (*OF_WEIGHTS, "distance", *OF_IMAGE)
 LAYERS = 6  # rows of the figure of heads, unless layers are chosen
+CLASSES = 3  # the most probable ones in the figure of classes, unless others are chosen
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Gallery:
     figures: Sequence[str] = FIGURES
     layers: Sequence[int] | None = None  # of the figure of heads; None: a few, from the first to the last
     heads: Sequence[int] | None = None  # None: all
+    classes: Sequence[int] | None = None  # of the figure of classes; None: the most probable ones
 
     def __post_init__(self) -> None:
         for name in self.figures:
@@ -71,6 +77,8 @@ class Gallery:
             report(self.write_positions())
         if "distance" in self.figures:
             report(self.write_distance(paths))
+        if "classes" in self.figures and self.model.head is None:
+            report("classes: no figure, this model has no head")
         if set(OF_IMAGE) & set(self.figures):
             report(self.write_images(paths))
 
@@ -110,12 +118,25 @@ class Gallery:
         names = folder_names(paths)
         with progress("images", len(paths)) as advance:
             for path, name in zip(paths, names, strict=True):
-                steps = five_steps(self.model, read_image(self.model, path))
-                for figure in [figure for figure in OF_IMAGE if figure in self.figures]:
-                    self.write_figure(f"{name}/{figure}", self.image_figure(figure, steps))
-                self.write_arrays(f"{name}/arrays", **vars(steps))
+                self.write_image(name, read_image(self.model, path))
                 advance(1)
         return f"images: {', '.join(names[:5])}{' …' if len(names) > 5 else ''}"
+
+    def write_image(self, name: str, image: Tensor) -> None:
+        arrays: dict[str, Any] = {"pixels": denormalize(self.model, image)}
+        if "classes" in self.figures and self.model.head is not None:
+            found = find_class_maps(self.model, image, self.classes)
+            arrays |= vars(found)
+            names = [class_names(self.model)[k] for k in found.classes]
+            drawn = inside.classes_figure(arrays["pixels"], found.class_maps, names, found.probabilities.tolist())
+            self.write_figure(f"{name}/classes", drawn)
+        of_attention = [figure for figure in OF_ATTENTION if figure in self.figures]
+        if of_attention:
+            steps = five_steps(self.model, image)
+            arrays |= vars(steps)
+            for figure in of_attention:
+                self.write_figure(f"{name}/{figure}", self.image_figure(figure, steps))
+        self.write_arrays(f"{name}/arrays", **arrays)
 
     def image_figure(self, figure: str, steps: Steps) -> "Figure":
         c = self.model.config
@@ -129,8 +150,7 @@ class Gallery:
             layers = pick_evenly(len(names), LAYERS) if self.layers is None else self.layers
             heads = range(c.heads) if self.heads is None else self.heads
             return inside.heads_figure(steps.pixels, steps.attention, layers, heads, names, whose)
-        classes = self.model.card.labels or [f"class {i}" for i in range(c.classes)]
-        return steps_figure(steps, names, classes, whose, c.stem is not None)
+        return steps_figure(steps, names, class_names(self.model), whose, c.stem is not None)
 
     # ---- files
 
@@ -157,6 +177,51 @@ def check_numbers(what: str, chosen: Sequence[int] | None, count: int) -> None:
     for number in chosen or ():
         if not 0 <= number < count:
             raise UserError(f"there is no {what} {number + 1}; this model has {what}s 1 to {count}")
+
+
+# ---- classes
+
+
+@dataclass(frozen=True)
+class ClassMaps:
+    """What speaks for each of n classes in one image."""
+
+    classes: NDArray[np.int64]  # (n,)
+    probabilities: NDArray[np.float32]  # (n,)
+    class_maps: NDArray[np.float32]  # (n, h, w)
+
+
+def find_class_maps(model: ViT, image: Tensor, classes: Sequence[int] | None) -> ClassMaps:
+    """The maps of these classes of one normalized image (3, height, width), or of the most probable ones."""
+    with torch.no_grad():
+        logits = model(image[None])[0].float()
+    if model.card.thresholds is not None:
+        probabilities = logits.sigmoid()
+    else:
+        probabilities = (logits / model.card.temperature).softmax(-1)
+    best = probabilities.argsort(descending=True, stable=True)[:CLASSES]
+    chosen = best if classes is None else torch.tensor(classes, device=image.device)
+    maps = class_map(model, image.expand(len(chosen), -1, -1, -1), chosen)
+    return ClassMaps(chosen.cpu().numpy(), to_array(probabilities[chosen]), to_array(maps))
+
+
+def class_names(model: ViT) -> Sequence[str]:
+    return model.card.labels or [f"class {i}" for i in range(model.config.classes)]
+
+
+def find_class(model: ViT, word: str) -> int:
+    """The number of a class by its name, in any case, or by its number from 0."""
+    names = class_names(model)
+    if not names:
+        raise UserError(f"there is no class '{word}': this model has no head")
+    lower = [name.lower() for name in names]
+    if word.lower() in lower:
+        return lower.index(word.lower())
+    if word.isdecimal() and int(word) < len(names):
+        return int(word)
+    near = difflib.get_close_matches(word.lower(), lower, 1, 0.5)
+    fix = f"did you mean '{names[lower.index(near[0])]}'?" if near else f"such as '{names[0]}'"
+    raise UserError(f"there is no class '{word}'; give the name of one of the {len(names)} classes, {fix}")
 
 
 # ---- reading images
