@@ -258,8 +258,9 @@ PAGES: dict[str, Page] = {
         parsed={"vitlab predict runs/pets https:": "needs a network"},
     ),
     "docs/serving.md": Page(
-        files={"runs/mine": run(), "cat.jpg": photo, "dog.jpg": photo},
+        files={"runs/mine": run(), "cat.jpg": photo, "dog.jpg": photo, "photos": class_folders},
         replace={"the.host": "127.0.0.1"},
+        append={"vitlab finetune": TUNED},
     ),
     "docs/results/README.md": Page(
         files={

@@ -1,13 +1,14 @@
 """Corrections become class folders that are a data set; no request writes anywhere else, or more than is allowed."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Command
 from PIL import Image
-from servers import NAMES, encoded, photo, save
+from servers import NAMES, encoded, photo, save, small
 from starlette.testclient import TestClient
 
 from vitlab.data.open import open_data
@@ -166,6 +167,14 @@ def test_a_file_is_no_folder_for_corrections(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--corrections '.*file' cannot be used as a folder"):
         Corrections(tmp_path / "file", NAMES)
+
+
+def test_a_multi_label_model_has_no_corrections(tmp_path: Path) -> None:
+    model = small()
+    model.card = replace(model.card, thresholds=(0.5,) * len(NAMES))
+    with pytest.raises(UserError, match="this model is multi-label"):
+        Service(Classifier(model, "cpu"), ServiceSettings(corrections=tmp_path / "here"))
+    assert not (tmp_path / "here").exists()
 
 
 @pytest.mark.slow

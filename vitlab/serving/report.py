@@ -1,7 +1,11 @@
 """The report of a run, as the server shows it: anyone may have written the file, so it may do nothing but be seen."""
 
+import base64
+import functools
+import hashlib
 import secrets
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 from starlette.responses import Response
@@ -9,10 +13,9 @@ from starlette.types import Receive, Scope, Send
 
 MAX_BYTES = 100_000_000
 PIECE = 65_536  # bytes sent at a time: the next ones when the client has read these
-# no script, no form, no request of any kind; and what it is not allowed to do, it is not allowed to do in our name
 POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'; sandbox"
+    "frame-ancestors 'none'; "
 )
 
 
@@ -35,13 +38,28 @@ def read_report(run: Path, has_token: bool) -> Report | None:
     return Report(f"/report/{secrets.token_urlsafe(16)}" if has_token else "/report", path.read_bytes())
 
 
+@functools.cache
+def policy() -> str:
+    """No request of any kind, no form, and no script but those of this package's own reports, by their digests.
+
+    In its sandbox it is of no origin: what it might do, it could not do as the page of this server.
+    """
+    files = resources.files("vitlab").joinpath("report").iterdir()
+    scripts = sorted(file.read_bytes() for file in files if file.name.endswith(".js"))
+    if not scripts:
+        return POLICY + "sandbox"
+    digests = [base64.b64encode(hashlib.sha256(script).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return POLICY + f"script-src {allowed}; sandbox allow-scripts"
+
+
 class ReportResponse(Response):
     """Sends the report in pieces; the connection waits for its client between two of them, so it buffers only one."""
 
     media_type = "text/html"
 
     def __init__(self, report: Report) -> None:
-        super().__init__(headers={"Content-Security-Policy": POLICY, "Content-Length": str(len(report.html))})
+        super().__init__(headers={"Content-Security-Policy": policy(), "Content-Length": str(len(report.html))})
         self.html = memoryview(report.html)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

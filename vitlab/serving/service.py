@@ -56,14 +56,15 @@ class Service:
         images, queue = self.limits.max_images, settings.queue
         if images > queue:
             raise UserError(f"a request of {images} images can never fit a queue of {queue}; make --queue larger")
+        if (folder := settings.corrections) is not None and classifier.thresholds is not None:
+            raise UserError("--corrections stores a photo under one class, and this model is multi-label; leave it out")
+        self.corrections = None if folder is None else Corrections(folder, classifier.labels)
         self.metrics = Metrics()
         self.budget = MemoryBudget(MAX_BODIES * self.limits.max_bytes)
         processes = settings.processes or min(8, os.cpu_count() or 1)
         self.decoders = Decoders(classifier.model.config.image_size, classifier.preprocess, self.limits, processes)
         max_batch = settings.max_batch or (16 if classifier.device.type == "cpu" else 64)
         self.batcher = Batcher(self._run_batch, max_batch, settings.max_wait, queue, self.metrics.count_batch)
-        folder = settings.corrections
-        self.corrections = None if folder is None else Corrections(folder, classifier.labels)
         self.draining = False
         self.metrics.add_gauge("vitlab_queue_length", "Images in the queue.", lambda: len(self.batcher))
         self.metrics.add_gauge("vitlab_upload_bytes", "Bytes of uploads in memory.", lambda: self.budget.used)
