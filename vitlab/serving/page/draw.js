@@ -7,8 +7,8 @@ const VIRIDIS = [
 ].map((hex) => [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16)));
 const SIDE = 720; // longer side of the large canvas, in its own pixels
 const FINE = 12; // a map is drawn with this many points a patch
-const DIM = 0.3; // how much darker the picture gets under a map of full strength
-const FADED = 0.85; // how much of its color it loses there
+const DIM = 0.2; // how much darker the picture gets under a map of full strength
+const FADED = 0.75; // how much of its color it loses there
 const MOST = 0.85; // opacity of that map where it is strongest; where it is weak the picture shows through
 const KNEE = 0.35; // share of the maximum from where the map is that opaque
 
@@ -51,7 +51,7 @@ export function scale(canvas) {
 
 // The color of a share of the maximum, the more transparent the smaller.
 function veil(share) {
-  return [...viridis(share), Math.round(255 * MOST * Math.min(1, share / KNEE))];
+  return [...viridis(share), Math.round(255 * MOST * Math.min(1, share / KNEE) ** 1.5)];
 }
 
 function scaled(map, fromZero = false) {
