@@ -63,8 +63,7 @@ def create_app(service: Service, hosts: AllowedHosts | None = None) -> FastAPI:
 
 def add_model_routes(app: FastAPI, service: Service) -> None:
     failures = schema.errors(400, 401, 408, 413, 415, 421, 422, 429, 500, 503)
-    count = len(service.classifier.labels)
-    Label = Annotated[int, Query(ge=0, lt=count, description="The index of the class.")]
+    index = Query(ge=0, lt=len(service.classifier.labels), description="The index of the class.")
 
     @app.post(
         "/v1/predict",
@@ -95,7 +94,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         responses={200: {"model": schema.Map}, **failures},
         openapi_extra=schema.body(1),
     )
-    async def class_map(request: Request, label: Label) -> Response:
+    async def class_map(request: Request, label: Annotated[int, index]) -> Response:
         return fast_json(await service.map(request, label))
 
     if service.corrections is not None:
@@ -107,7 +106,9 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
             responses={200: {"model": schema.Correction}, **failures, **schema.errors(403, 507)},
             openapi_extra=schema.body(1),
         )
-        async def correct(request: Request, label: Label, x_requested_with: RequestedWith = None) -> Response:
+        async def correct(
+            request: Request, label: Annotated[int, index], x_requested_with: RequestedWith = None
+        ) -> Response:
             if x_requested_with != CALLER:
                 raise RequestError(403, f"corrections need the header 'X-Requested-With: {CALLER}'")
             return fast_json({"stored": await service.correct(request, label)})
