@@ -6,6 +6,7 @@ deletion     patches are replaced by the blurred photo, those highest in the map
              class's probability, which a good map brings down soon: lower is better
 insertion    the same from the blurred photo to the photo; higher is better
 center       how often the map's maximum is in the middle half of each side, where photographers put the object
+corners      the share of the map in the four corner patches, where there is hardly ever anything
 mosaic       halves of two photos with different predictions side by side: how often the map's maximum is in the half of
              the class that is asked for, and the share of the map that is; 50 % of both is what a map that does not
              depend on the class can have
@@ -141,16 +142,31 @@ def traced(read: Callable[[list[Layer]], Tensor], score: Score = odds) -> Method
     return method
 
 
-def held_at(share: float, score: Score = odds) -> Method:
-    """Tokens times gradient that far through the blocks, all that depends on the tokens held constant after it."""
+Baseline = Callable[[Tensor], Tensor]  # images (B, 3, height, width) to others without what is in them
+
+
+def gray(images: Tensor) -> Tensor:
+    return torch.zeros_like(images[:1])
+
+
+def held_at(*shares: float, score: Score = odds, baseline: Baseline | None = None, center: bool = False) -> Method:
+    """Tokens times gradient that far through the blocks, all that depends on the tokens held constant after it.
+
+    Of several depths the sum. `baseline`: less the tokens of another image. `center`: less the mean of all patches.
+    """
 
     def method(model: ViT, images: Tensor, labels: Tensor) -> Tensor:
-        start = min(round(share * len(model.blocks)), len(model.blocks) - 1)
-        with torch.no_grad():
-            x = encode_until(model, model.patches(images), start)
-        (gradient,) = torch.autograd.grad(score(held_logits(model, x.requires_grad_(), start), labels).sum(), x)
-        parts = (x.detach() * gradient).sum(-1)[:, int(model.config.token) :]
-        return parts.clamp(min=0).unflatten(-1, model.config.grid)
+        parts = []
+        for share in shares:
+            start = min(round(share * len(model.blocks)), len(model.blocks) - 1)
+            with torch.no_grad():
+                x = encode_until(model, model.patches(images), start)
+                base = 0 if baseline is None else encode_until(model, model.patches(baseline(images)), start)
+            (gradient,) = torch.autograd.grad(score(held_logits(model, x.requires_grad_(), start), labels).sum(), x)
+            parts.append(((x.detach() - base) * gradient).sum(-1)[:, int(model.config.token) :])
+        total = torch.stack(parts).sum(0)
+        total = total - total.mean(1, keepdim=True) if center else total
+        return total.clamp(min=0).unflatten(-1, model.config.grid)
 
     return method
 
@@ -184,6 +200,7 @@ def center_map(model: ViT, images: Tensor, labels: Tensor) -> Tensor:
     return torch.exp(-2 * (y[:, None] ** 2 + x**2)).expand(len(images), -1, -1).to(images.device)
 
 
+DEPTHS = {"first block": 0, "a sixth": 1 / 6, "a third": 1 / 3, "half": 1 / 2, "two thirds": 2 / 3, "last block": 1}
 GENERAL: dict[str, Method] = {
     "rollout": plain_rollout,
     "class map (vitlab)": class_map,
@@ -203,12 +220,16 @@ OF_TOKEN: dict[str, Method] = {
     "tokens x gradient, middle block": traced(lambda x: tokens_gradient(x[len(x) // 2])),
 }
 HELD: dict[str, Method] = {
-    "held, first block": held_at(0),
-    "held, a sixth": held_at(1 / 6),
-    "held, a third, of the logit": held_at(1 / 3, logit),
-    "held, half": held_at(1 / 2),
-    "held, two thirds": held_at(2 / 3),
-    "held, last block": held_at(1),
+    **{f"held, {name}": held_at(share) for name, share in DEPTHS.items()},
+    **{f"held, {name}, less gray": held_at(share, baseline=gray) for name, share in DEPTHS.items()},
+    "held, a third, less the blurred image": held_at(1 / 3, baseline=lambda images: blur(images)),
+    "held, a third, of the logit": held_at(1 / 3, score=logit),
+    "held, a third, of the logit, less gray": held_at(1 / 3, score=logit, baseline=gray),
+    "held, a third, centered": held_at(1 / 3, center=True),
+    "held, a third, less gray, centered": held_at(1 / 3, baseline=gray, center=True),
+    "held, a sixth to half": held_at(1 / 6, 1 / 3, 1 / 2),
+    "held, a sixth to half, less gray": held_at(1 / 6, 1 / 3, 1 / 2, baseline=gray),
+    "held, a sixth to half, less gray, centered": held_at(1 / 6, 1 / 3, 1 / 2, baseline=gray, center=True),
 }
 
 
@@ -250,7 +271,7 @@ def prepare(model: ViT, images: Tensor, filled: Tensor, batch: int) -> Photos:
 
 def areas(model: ViT, photos: Photos, maps: Tensor, steps: int, batch: int) -> tuple[Floats, Floats]:
     """Areas under the curves of deletion and of insertion, (n,), by the trapezoidal rule over `steps` equal steps."""
-    rank = ranks(maps).to(maps.device)
+    rank = ranks(maps)
     stride = photos.images.shape[-1] // maps.shape[-1]
     rank = rank.repeat_interleave(stride, 1).repeat_interleave(stride, 2)[:, None]
     deletion, insertion = [photos.before], [photos.after]
@@ -267,8 +288,8 @@ def areas(model: ViT, photos: Photos, maps: Tensor, steps: int, batch: int) -> t
 
 def ranks(maps: Tensor) -> Tensor:
     """The place of each cell in the order of a map, (n, h, w), 0 the highest; equal ones in an order by chance."""
-    flat = maps.flatten(1).cpu()
-    shuffled = torch.randperm(flat.shape[1], generator=torch.Generator().manual_seed(0))
+    flat = maps.flatten(1)
+    shuffled = torch.randperm(flat.shape[1], generator=torch.Generator().manual_seed(0)).to(maps.device)
     order = shuffled[flat[:, shuffled].argsort(dim=1, descending=True, stable=True)]
     return order.argsort(1).unflatten(1, maps.shape[1:])
 
@@ -279,6 +300,18 @@ def in_center(maps: Tensor) -> Floats:
     inside = torch.zeros(h, w, dtype=torch.bool, device=maps.device)
     inside[round(h / 4) : h - round(h / 4), round(w / 4) : w - round(w / 4)] = True
     return share_of_maximum(maps, inside)
+
+
+def in_corners(maps: Tensor) -> Floats:
+    """The share of each map in the four corner patches, (B,)."""
+    inside = torch.zeros_like(maps[0], dtype=torch.bool)
+    inside[[0, 0, -1, -1], [0, -1, 0, -1]] = True
+    return share_inside(maps, inside, 0.0)
+
+
+def share_inside(maps: Tensor, inside: Tensor, empty: float) -> Floats:
+    total = maps.sum((1, 2)).double()
+    return torch.where(total > 0, (maps * inside).sum((1, 2)).double() / total, empty).cpu().numpy()
 
 
 def share_of_maximum(maps: Tensor, inside: Tensor) -> Floats:
@@ -305,9 +338,7 @@ def in_own_half(maps: Tensor, side: int) -> tuple[Floats, Floats]:
     inside = torch.zeros_like(maps[0], dtype=torch.bool)
     inside[:, : maps.shape[2] // 2] = True
     inside = inside if side == 0 else ~inside
-    total = maps.sum((1, 2)).double()
-    mass = torch.where(total > 0, (maps * inside).sum((1, 2)).double() / total, 0.5)
-    return share_of_maximum(maps, inside), mass.cpu().numpy()
+    return share_of_maximum(maps, inside), share_inside(maps, inside, 0.5)
 
 
 def measure(model: ViT, photos: Photos, method: Method, steps: int, batch: int) -> dict[str, Floats]:
@@ -320,7 +351,8 @@ def measure(model: ViT, photos: Photos, method: Method, steps: int, batch: int) 
     own = [in_own_half(apply(method, model, photos.pairs, labels[:, side]), side) for side in (0, 1)]
     halves = {name: (own[0][i] + own[1][i]) / 2 for i, name in enumerate(("mosaic maximum", "mosaic share"))}
     seconds_each = np.full(len(maps), seconds)
-    values = {"deletion": deletion, "insertion": insertion, "center": in_center(maps), **halves}
+    values = {"deletion": deletion, "insertion": insertion, "center": in_center(maps), "corners": in_corners(maps)}
+    values |= halves
     return {name: np.asarray(value, np.float64) for name, value in (values | {"seconds": seconds_each}).items()}
 
 
@@ -356,7 +388,7 @@ def summarize(found: Mapping[str, Mapping[str, Floats]]) -> dict[str, Any]:
 
 
 def markdown(summary: Mapping[str, Any], key: str) -> str:
-    tests = ["deletion", "insertion", "center", "mosaic maximum", "mosaic share"]
+    tests = ["deletion", "insertion", "center", "corners", "mosaic maximum", "mosaic share"]
     lines = [f"| map | {' | '.join(tests)} | ms |", "|---|" + "---|" * (len(tests) + 1)]
     for name, row in summary.items():
         cells = []

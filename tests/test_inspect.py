@@ -17,7 +17,7 @@ from vitlab.analysis.gallery import FIGURES, folder_names
 from vitlab.analysis.steps import five_steps
 from vitlab.cli import main
 from vitlab.data.transforms import eval_image
-from vitlab.models.config import Preprocess, StemConfig, ViTConfig
+from vitlab.models.config import Preprocess, ResNetConfig, StemConfig, ViTConfig
 from vitlab.plots import style
 
 pytest.importorskip("matplotlib")
@@ -264,10 +264,21 @@ def test_errors_in_files(
     assert f"the folder '{taken}' cannot be made" in error(run, pictures / "a.jpg", "--out", taken)
 
 
-def test_a_resnet_is_an_error(
+def test_a_resnet_has_classes_alone(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    vitlab.save(vitlab.create("R50x1", classes=2, image_size=32), tmp_path / "resnet")
-    printed = run_with_error(monkeypatch, capsys, tmp_path / "resnet", pictures / "a.jpg", "--out", tmp_path / "out")
+    model: Any = vitlab.build(ResNetConfig((40, 56), (1, 1), width=32, classes=2))
+    torch.nn.init.normal_(model.head.weight)
+    vitlab.save(model, tmp_path / "resnet", preprocess=Preprocess(crop=1.0))
+    words = (tmp_path / "resnet", pictures / "a.jpg", "--out", tmp_path / "out")
+    printed = run_with_error(monkeypatch, capsys, *words, "--figures", "classes,rollout")
     assert "is a ResNet: it has no patches, positions or attention" in printed
     assert not (tmp_path / "out").exists()
+    inspect(monkeypatch, *words)
+    assert sorted(file.name for file in (tmp_path / "out" / "a").iterdir()) == [
+        "arrays.npz",
+        "classes.png",
+        "classes.svg",
+    ]
+    with np.load(tmp_path / "out" / "a" / "arrays.npz") as found:
+        assert found["class_maps"].shape == (2, 5, 7)

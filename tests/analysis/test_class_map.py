@@ -185,13 +185,14 @@ def dense(layer: Any, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("pool", ["token", "mean"])
-def test_a_patch_has_what_is_lost_without_its_token(pool: str, randomize: Fill) -> None:
-    """In numpy: the same sums and products with one token replaced by zeros, all that depends on tokens held."""
+def test_a_patch_has_what_is_lost_with_a_gray_token(pool: str, randomize: Fill) -> None:
+    """In numpy: the same sums and products with one token of a gray image, all that depends on tokens held."""
     model = randomize(vitlab.build(small(pool=pool, depth=4))).double().eval()
     model.card = dataclasses.replace(model.card, thresholds=(0.5,) * 5)  # multi-label: log-odds are logits
     images = torch.randn(1, 3, 12, 20, dtype=torch.float64)
     start = 1  # a third of the way
-    before = encode_until(model, model.patches(images), start)[0].detach().numpy()
+    both = torch.cat([images, torch.zeros_like(images)])
+    before, gray = encode_until(model, model.patches(both), start).detach().numpy()
     blocks, final = [Frozen(block) for block in model.blocks[start:]], Frozen(None)
 
     def logit(x: np.ndarray, label: int) -> float:
@@ -206,20 +207,26 @@ def test_a_patch_has_what_is_lost_without_its_token(pool: str, randomize: Fill) 
         full = logit(before, label)
         for j in range(int(pool == "token"), len(before)):
             changed = before.copy()
-            changed[j] = 0
+            changed[j] = gray[j]
             lost.append(full - logit(changed, label))
         got = class_map(model, images, label)
         np.testing.assert_allclose(got.flatten(), np.maximum(lost, 0), rtol=1e-9, atol=1e-11)
 
 
-def test_a_resnets_cells_sum_to_the_logit(randomize: Fill) -> None:
-    """The class activation map: each cell of the final map times the class's row of the head, over their number."""
+def test_a_resnets_cells(randomize: Fill) -> None:
+    """The class activation map: each cell of the final map, less gray, times the class's row of the head."""
     model, images = prepare("ResNet", randomize)
     model.card = dataclasses.replace(model.card, thresholds=(0.5,) * 5)
-    cells = model.tokens(images).detach().numpy()
+    cells = (model.tokens(images) - model.tokens(torch.zeros_like(images))).detach().numpy()
     expected = cells @ model.head.weight[2].detach().numpy() / cells.shape[1]
     got = class_map(model, images, 2).flatten(1)
     np.testing.assert_allclose(got, np.maximum(expected, 0), rtol=1e-9, atol=1e-12)
+
+
+@each
+def test_nothing_speaks_for_a_class_in_a_gray_image(name: str, randomize: Fill) -> None:
+    model, images = prepare(name, randomize)
+    assert class_map(model, torch.zeros_like(images), labels_of(model)).max() < 1e-12
 
 
 def test_temperature_scales_the_logits(randomize: Fill) -> None:

@@ -15,13 +15,15 @@ from vitlab.models.resnet import ResNet
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
 
+DEPTH = 1 / 3  # of the blocks: before it tokens know little of the object, after it they are mixed
+
 
 def class_map(model: Model, images: Tensor, label: int | Tensor) -> Tensor:
     """Which patches speak for a class.
 
-    A patch has the part of the class's log-odds that comes from its token a third of the way through the blocks; in a
-    ResNet, from its cell of the final map. What speaks against the class is left out. Nothing of the model changes,
-    and several threads may call this with one model.
+    A patch has what its token, a third of the way through the blocks, adds to the log-odds of the class, compared with
+    the token of an even gray image in its place; in a ResNet, its cell of the final map. What speaks against the class
+    is left out. Nothing of the model changes, and several threads may call this with one model.
 
     Args:
         model: a vitlab ViT (plain, hybrid, axial, of any pooling) or ResNet with a head.
@@ -91,25 +93,30 @@ def log_odds(logits: Tensor, labels: Tensor, multi: bool) -> Tensor:
 
 def patch_parts(model: ViT, images: Tensor, labels: Tensor) -> Tensor:
     """The part of each patch, (B, hw)."""
-    start = len(model.blocks) // 3
+    start = round(DEPTH * len(model.blocks))
     with torch.no_grad():
-        tokens = encode_until(model, model.patches(images), start)  # (B, N, D)
-    tokens.requires_grad_()
-    return token_gradient(model, tokens, held_logits(model, tokens, start), labels)[:, int(model.config.token) :]
+        tokens = encode_until(model, model.patches(with_gray(images)), start)  # (B + 1, N, D)
+    x, base = tokens[:-1].requires_grad_(), tokens[-1]
+    return contributions(model, x, base, held_logits(model, x, start), labels)[:, int(model.config.token) :]
 
 
 def cell_parts(model: ResNet, images: Tensor, labels: Tensor) -> Tensor:
     """The part of each cell, (B, hw)."""
     assert model.head is not None  # checked at the start
     with torch.no_grad():
-        tokens = model.tokens(images)  # (B, hw, C)
-    tokens.requires_grad_()
-    return token_gradient(model, tokens, model.head(tokens.mean(1)), labels)
+        cells = model.tokens(with_gray(images))  # (B + 1, hw, C)
+    x, base = cells[:-1].requires_grad_(), cells[-1]
+    return contributions(model, x, base, model.head(x.mean(1)), labels)
 
 
-def token_gradient(model: Model, tokens: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
-    """Tokens (B, N, D) times the gradient of the labels' log-odds, (B, N)."""
+def with_gray(images: Tensor) -> Tensor:
+    """The images and an even one of the mean color, which is zero after normalization."""
+    return torch.cat([images, torch.zeros_like(images[:1])])
+
+
+def contributions(model: Model, x: Tensor, base: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """What tokens x (B, N, D) instead of base (N, D) add to the labels' log-odds: difference times gradient, (B, N)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = log_odds(logits / model.card.temperature, labels, model.card.thresholds is not None).sum()
-    (gradient,) = torch.autograd.grad(total, tokens)
-    return (tokens.detach() * gradient).sum(-1)
+    (gradient,) = torch.autograd.grad(total, x)
+    return ((x.detach() - base) * gradient).sum(-1)

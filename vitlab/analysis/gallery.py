@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitlab.analysis.attention import check_vit
 from vitlab.analysis.class_map import class_map
 from vitlab.analysis.distance import batch_size, cell_distances, depth_trend, mean_distance
 from vitlab.analysis.embeddings import patch_filters, position_similarity, position_trend
@@ -27,6 +28,7 @@ from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
 from vitlab.files import atomic_file
 from vitlab.models.config import ViTConfig
+from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
 from vitlab.plots import inside, style
 from vitlab.plots.steps import Steps, pick_evenly, steps_figure
@@ -47,7 +49,7 @@ CLASSES = 3  # the most probable ones in the figure of classes, unless others ar
 class Gallery:
     """The figures to draw of a model, and the folder to write them to. Layers and heads count from 0."""
 
-    model: ViT
+    model: Model
     out: Path
     figures: Sequence[str] = FIGURES
     layers: Sequence[int] | None = None  # of the figure of heads; None: a few, from the first to the last
@@ -58,8 +60,14 @@ class Gallery:
         for name in self.figures:
             if name not in FIGURES:
                 raise UserError(f"there is no figure '{name}'; there are {', '.join(FIGURES)}")
-        check_numbers("layer", self.layers, len(layer_names(self.model.config)))
-        check_numbers("head", self.heads, self.model.config.heads)
+        if set(self.figures) <= {"classes"}:
+            return  # the only one that a ResNet has
+        check_numbers("layer", self.layers, len(layer_names(self.vit.config)))
+        check_numbers("head", self.heads, self.vit.config.heads)
+
+    @property
+    def vit(self) -> ViT:
+        return check_vit(self.model)
 
     def write(self, paths: Sequence[Path], report: Callable[[str], None]) -> None:
         """Write the chosen figures of the model and of the images at `paths`; report a line for each finished part."""
@@ -85,7 +93,7 @@ class Gallery:
     # ---- of the model
 
     def write_filters(self) -> str:
-        patch = patch_filters(self.model)
+        patch = patch_filters(self.vit)
         self.write_figure("filters", inside.filters_figure(patch.filters, patch.shares, patch.stem))
         self.write_arrays("filters", filters=patch.filters, shares=patch.shares)
         if patch.stem:
@@ -94,18 +102,18 @@ class Gallery:
 
     def write_positions(self) -> str:
         try:
-            similarity = position_similarity(self.model)
+            similarity = position_similarity(self.vit)
         except UserError as none:  # relative offsets, or none at all: nothing to draw, and no error
             return f"positions: no figure, {none}"
         self.write_figure("positions", inside.positions_figure(similarity))
         self.write_arrays("positions", similarity=similarity)
         trend = describe_trend("of similarity with grid distance", position_trend(similarity))
-        return f"positions: {' x '.join(map(str, self.model.config.grid))}{trend}"
+        return f"positions: {' x '.join(map(str, self.vit.config.grid))}{trend}"
 
     def write_distance(self, paths: Sequence[Path]) -> str:
-        c = self.model.config
+        c = self.vit.config
         with progress("distance", len(paths)) as advance:
-            distance = mean_distance(self.model, read_batches(self.model, paths, advance))
+            distance = mean_distance(self.vit, read_batches(self.vit, paths, advance))
         even = float(cell_distances(c.grid, c.stride).mean())
         self.write_figure("distance", inside.distance_figure(distance, len(paths), even, c.attention == "axial"))
         self.write_arrays("distance", distance=distance, images=np.array([str(path) for path in paths]))
@@ -132,14 +140,14 @@ class Gallery:
             self.write_figure(f"{name}/classes", drawn)
         of_attention = [figure for figure in OF_ATTENTION if figure in self.figures]
         if of_attention:
-            steps = five_steps(self.model, image)
+            steps = five_steps(self.vit, image)
             arrays |= vars(steps)
             for figure in of_attention:
                 self.write_figure(f"{name}/{figure}", self.image_figure(figure, steps))
         self.write_arrays(f"{name}/arrays", **arrays)
 
     def image_figure(self, figure: str, steps: Steps) -> "Figure":
-        c = self.model.config
+        c = self.vit.config
         names = layer_names(c)
         whose = "of the class token" if c.token else "of all tokens, averaged"
         if figure == "rollout":
@@ -191,7 +199,7 @@ class ClassMaps:
     class_maps: NDArray[np.float32]  # (n, h, w)
 
 
-def find_class_maps(model: ViT, image: Tensor, classes: Sequence[int] | None) -> ClassMaps:
+def find_class_maps(model: Model, image: Tensor, classes: Sequence[int] | None) -> ClassMaps:
     """The maps of these classes of one normalized image (3, height, width), or of the most probable ones."""
     with torch.no_grad():
         logits = model(image[None])[0].float()
@@ -205,11 +213,11 @@ def find_class_maps(model: ViT, image: Tensor, classes: Sequence[int] | None) ->
     return ClassMaps(chosen.cpu().numpy(), to_array(probabilities[chosen]), to_array(maps))
 
 
-def class_names(model: ViT) -> Sequence[str]:
+def class_names(model: Model) -> Sequence[str]:
     return model.card.labels or [f"class {i}" for i in range(model.config.classes)]
 
 
-def find_class(model: ViT, word: str) -> int:
+def find_class(model: Model, word: str) -> int:
     """The number of a class by its name, in any case, or by its number from 0."""
     names = class_names(model)
     if not names:
@@ -246,14 +254,15 @@ def find_images(words: Sequence[str | Path]) -> list[Path]:
     return list(paths)
 
 
-def read_image(model: ViT, path: Path) -> Tensor:
+def read_image(model: Model, path: Path) -> Tensor:
     """Read a file as the model's input, (3, height, width), preprocessed as in evaluation."""
     try:
         decoded = decode(path, str(path))
     except BrokenImage as broken:
         raise UserError(f"'{broken.name}' cannot be read as an image: {broken.why}") from None
     image = eval_image(decoded, model.config.image_size, model.card.preprocess)
-    return image.to(model.embed.weight.device, model.embed.weight.dtype)
+    weight = next(model.parameters())
+    return image.to(weight.device, weight.dtype)
 
 
 def read_batches(model: ViT, paths: Sequence[Path], advance: Callable[[int], None]) -> Iterator[Tensor]:

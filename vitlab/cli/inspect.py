@@ -49,13 +49,14 @@ def inspect(
     from vitlab.weights import load
 
     layers, heads = parse_indices(layer, "--layer"), parse_indices(head, "--head")
-    names = FIGURES if figures is None else tuple(word.strip() for word in figures.split(","))
+    names = None if figures is None else tuple(word.strip() for word in figures.split(","))
     size: Size | None = None if image_size is None else tuple(parse_value(image_size, Size, "--image-size"))
     paths = find_images(images or [])
     place = pick_device(device)
     model = load(run, image_size=size)
-    if isinstance(model, ResNet):
-        raise UserError(f"{run} is a ResNet: it has no patches, positions or attention; inspect needs a ViT")
+    names = names or (("classes",) if isinstance(model, ResNet) else FIGURES)
+    if isinstance(model, ResNet) and set(names) & set(FIGURES) - {"classes"}:
+        raise UserError(f"{run} is a ResNet: it has no patches, positions or attention; draw --figures classes of it")
     chosen = None if not classes else [find_class(model, word) for word in classes]
     gallery = Gallery(model.float().to(place), out, names, layers, heads, chosen)
     gallery.write(paths, lambda line: console.print(line, soft_wrap=True))
