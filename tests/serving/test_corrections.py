@@ -61,9 +61,9 @@ def test_the_folder_is_a_data_set_of_the_corrected_photos(http: TestClient, fold
     found = files(folder)
     assert {(Path(path).parent.name, Path(path).suffix): data for path, data in found.items()} == sent
     assert len(found) == len(sent)
-    data = open_data(str(folder))
-    assert data.classes == ("kind 0", "kind 2", "kind 5")
-    assert sum(len(split) for split in data.splits.values()) == len(sent)
+    opened = open_data(str(folder))
+    assert opened.classes == ("kind 0", "kind 2", "kind 5")
+    assert sum(len(split) for split in opened.splits.values()) == len(sent)
 
 
 def test_a_photo_has_one_class_the_last_one(http: TestClient, folder: Path) -> None:

@@ -127,7 +127,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
             max_images=limits.max_images,
             samples=len(settings.samples),
             corrections=service.corrections is not None,
-            report=settings.report and settings.report.path,
+            report=None if settings.report is None else settings.report.path,
         )
 
     @app.get(
