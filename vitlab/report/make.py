@@ -3,6 +3,7 @@
 The page loads nothing from elsewhere: images are embedded, and it has no script.
 """
 
+import contextlib
 import shlex
 import time
 from dataclasses import dataclass, replace
@@ -88,7 +89,8 @@ def make_page(
             raise UserError(f"'{broken.name}' cannot be read as an image any more: {broken.why}") from None
         figures = draw_figures(history, single)
         done(5)
-    write_samples(folder, opened.test)  # for the page of `vitlab serve`
+    with contextlib.suppress(UserError):  # where they cannot be written, neither can the report, which comes next
+        write_samples(folder, opened.test)  # for the page of `vitlab serve`
     findings = read_review(folder / REVIEW) if (folder / REVIEW).exists() else []
     return render(subject, tested, mistakes, figures, worth_a_look(findings, opened)), scores
 
