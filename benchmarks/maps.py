@@ -30,7 +30,7 @@ from torch import Tensor
 from torchvision.transforms.functional import gaussian_blur
 
 from vitlab.analysis.attention import each_attention
-from vitlab.analysis.class_map import class_map, log_odds
+from vitlab.analysis.class_map import class_map
 from vitlab.analysis.held import add_positions, encode_until, held_logits
 from vitlab.analysis.rollout import rollout, to_grid
 from vitlab.data.open import open_data
@@ -64,12 +64,13 @@ class Layer:
 Score = Callable[[Tensor, Tensor], Tensor]
 
 
-def odds(logits: Tensor, labels: Tensor) -> Tensor:
-    return log_odds(logits, labels, False)
-
-
 def logit(logits: Tensor, labels: Tensor) -> Tensor:
-    return log_odds(logits, labels, True)
+    return logits.gather(1, labels[:, None])[:, 0]
+
+
+def odds(logits: Tensor, labels: Tensor) -> Tensor:
+    """log p / (1 - p) of the labels (B,): the logit, less the others'."""
+    return logit(logits, labels) - logits.scatter(1, labels[:, None], -torch.inf).logsumexp(1)
 
 
 def trace(model: ViT, images: Tensor, labels: Tensor, score: Score) -> list[Layer]:
