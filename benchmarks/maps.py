@@ -11,15 +11,16 @@ mosaic       halves of two photos with different predictions side by side: how o
              the class that is asked for, and the share of the map that is; 50 % of both is what a map that does not
              depend on the class can have
 
-Values with 95 % intervals, and differences to rollout on the same photos, by bootstrap over photos. Without a class
-token only rollout and maps of held tokens are compared.
+Values with 95 % intervals, and differences to rollout on the same photos, by bootstrap over photos. Gradients are of
+the log-odds unless the name has the logit, which `class_map` uses. Without a class token only rollout and maps of held
+tokens are compared.
 """
 
 import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from torchvision.transforms.functional import gaussian_blur
 
 from vitlab.analysis.attention import each_attention
-from vitlab.analysis.class_map import class_map, log_odds
+from vitlab.analysis.class_map import class_map
 from vitlab.analysis.held import add_positions, encode_until, held_logits
 from vitlab.analysis.rollout import rollout, to_grid
 from vitlab.data.open import open_data
@@ -64,12 +65,13 @@ class Layer:
 Score = Callable[[Tensor, Tensor], Tensor]
 
 
-def odds(logits: Tensor, labels: Tensor) -> Tensor:
-    return log_odds(logits, labels, False)
-
-
 def logit(logits: Tensor, labels: Tensor) -> Tensor:
-    return log_odds(logits, labels, True)
+    return logits.gather(1, labels[:, None])[:, 0]
+
+
+def odds(logits: Tensor, labels: Tensor) -> Tensor:
+    """log p / (1 - p) of the labels (B,): the logit, less the others'."""
+    return logit(logits, labels) - logits.scatter(1, labels[:, None], -torch.inf).logsumexp(1)
 
 
 def trace(model: ViT, images: Tensor, labels: Tensor, score: Score) -> list[Layer]:
@@ -179,9 +181,7 @@ def integrated(model: ViT, images: Tensor, labels: Tensor) -> Tensor:
     layers = []
     for along in zip(*parts, strict=True):
         mean = torch.stack([layer.attention_gradient for layer in along]).mean(0)
-        layers.append(
-            Layer(along[-1].attention, mean, *(along[-1].values, along[-1].tokens, along[-1].tokens_gradient))
-        )
+        layers.append(replace(along[-1], attention_gradient=mean))
     return attention_gradient(layers).clamp(min=0).unflatten(-1, model.config.grid)
 
 

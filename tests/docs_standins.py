@@ -238,7 +238,7 @@ PAGES: dict[str, Page] = {
     "docs/looking-inside.md": Page(
         files={
             "runs/mine": run(depth=12),
-            "ti16": run(size=224, depth=12),
+            "ti16": run(("palace", "daisy", "vase"), size=224, depth=12),
             "photo.jpg": photo,
             "photos": class_folders,
         },

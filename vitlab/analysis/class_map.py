@@ -1,4 +1,4 @@
-"""Which patches speak for a class: a map of one image and one class, of any model with a head.
+"""Where the evidence for a class is: a map of an image and a class, of any model with a head.
 
 Shapes: B batch, N tokens, D width, h and w patches down and across.
 """
@@ -19,11 +19,11 @@ DEPTH = 1 / 3  # of the blocks: before it tokens know little of the object, afte
 
 
 def class_map(model: Model, images: Tensor, label: int | Tensor) -> Tensor:
-    """Which patches speak for a class.
+    """How much each patch adds to the evidence for a class.
 
-    A patch has what its token, a third of the way through the blocks, adds to the log-odds of the class, compared with
-    the token of an even gray image in its place; in a ResNet, its cell of the final map. What speaks against the class
-    is left out. Nothing of the model changes, and several threads may call this with one model.
+    A patch has what its token, a third of the way through the blocks, adds to the logit of the class, compared with the
+    token of an even gray image in its place; in a ResNet, its cell of the final map. Evidence against the class is left
+    out. Nothing of the model changes, and several threads may call this with one model.
 
     Args:
         model: a vitlab ViT (plain, hybrid, axial, of any pooling) or ResNet with a head.
@@ -31,7 +31,7 @@ def class_map(model: Model, images: Tensor, label: int | Tensor) -> Tensor:
         label: the class from 0, one for all images or (B,), one for each; of a multi-label model too.
 
     Returns:
-        Maps (B, h, w) of numbers from 0 on, without gradients; h and w are `model.config.grid`. Where nothing speaks
+        Maps (B, h, w) of numbers from 0 on, without gradients; h and w are `model.config.grid`. Without evidence
         for the class, the map is zero everywhere.
 
     Raises:
@@ -79,25 +79,13 @@ def check_labels(label: int | Tensor, count: int, classes: int) -> Tensor:
     return labels.long().expand(count).clone()  # a tensor made in inference mode cannot enter the graph
 
 
-def log_odds(logits: Tensor, labels: Tensor, multi: bool) -> Tensor:
-    """log p / (1 - p) of the labels (B,), from logits (B, classes).
-
-    Unlike the logit, it says what distinguishes the class from the others; unlike log p, it has a gradient where p is
-    almost 1. A multi-label model's logits are log-odds already.
-    """
-    own = logits.gather(1, labels[:, None])[:, 0]
-    if multi or logits.shape[1] == 1:
-        return own
-    return own - logits.scatter(1, labels[:, None], -torch.inf).logsumexp(1)
-
-
 def patch_parts(model: ViT, images: Tensor, labels: Tensor) -> Tensor:
     """The part of each patch, (B, hw)."""
     start = round(DEPTH * len(model.blocks))
     with torch.no_grad():
         tokens = encode_until(model, model.patches(with_gray(images)), start)  # (B + 1, N, D)
     x, base = tokens[:-1].requires_grad_(), tokens[-1]
-    return contributions(model, x, base, held_logits(model, x, start), labels)[:, int(model.config.token) :]
+    return contributions(x, base, held_logits(model, x, start), labels)[:, int(model.config.token) :]
 
 
 def cell_parts(model: ResNet, images: Tensor, labels: Tensor) -> Tensor:
@@ -106,7 +94,7 @@ def cell_parts(model: ResNet, images: Tensor, labels: Tensor) -> Tensor:
     with torch.no_grad():
         cells = model.tokens(with_gray(images))  # (B + 1, hw, C)
     x, base = cells[:-1].requires_grad_(), cells[-1]
-    return contributions(model, x, base, model.head(x.mean(1)), labels)
+    return contributions(x, base, model.head(x.mean(1)), labels)
 
 
 def with_gray(images: Tensor) -> Tensor:
@@ -114,9 +102,7 @@ def with_gray(images: Tensor) -> Tensor:
     return torch.cat([images, torch.zeros_like(images[:1])])
 
 
-def contributions(model: Model, x: Tensor, base: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
-    """What tokens x (B, N, D) instead of base (N, D) add to the labels' log-odds: difference times gradient, (B, N)."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = log_odds(logits / model.card.temperature, labels, model.card.thresholds is not None).sum()
-    (gradient,) = torch.autograd.grad(total, x)
+def contributions(x: Tensor, base: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """What tokens x (B, N, D) instead of base (N, D) add to the labels' logits: difference times gradient, (B, N)."""
+    (gradient,) = torch.autograd.grad(logits.gather(1, labels[:, None]).sum(), x)
     return ((x.detach() - base) * gradient).sum(-1)

@@ -192,7 +192,7 @@ def check_numbers(what: str, chosen: Sequence[int] | None, count: int) -> None:
 
 @dataclass(frozen=True)
 class ClassMaps:
-    """What speaks for each of n classes in one image."""
+    """The evidence for each of n classes in one image."""
 
     classes: NDArray[np.int64]  # (n,)
     probabilities: NDArray[np.float32]  # (n,)

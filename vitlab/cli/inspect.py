@@ -38,7 +38,7 @@ def inspect(
     """Draw what a model has learned and where it looks: PNG, SVG and the arrays behind them.
 
     Of the model: the patch filters' principal components, the similarity of its position embeddings, the attention
-    distance of each head. Of each image, in a folder of its own: what speaks for each class, attention rollout,
+    distance of each head. Of each image, in a folder of its own: evidence for each class, attention rollout,
     attention by layer, single heads, the five steps.
     """
     from vitlab.analysis.gallery import FIGURES, Gallery, find_class, find_images

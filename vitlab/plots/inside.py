@@ -121,13 +121,13 @@ def classes_figure(pixels: Floats, maps: Floats, names: Sequence[str], probabili
     columns = min(count, 4)
     with drawing():
         figure, grid = panels(-(-count // columns), columns, pixels.shape, max(5, 2.2 * columns), each=0.36)
-        add_title(figure, "What speaks for each class")
+        add_title(figure, "Evidence for each class")
         first, *others = grid.flat
         first.imshow(pixels)
         first.set_title("image", pad=3, fontsize=9)
         for axes, one, name, probability in zip(others, maps, names, probabilities, strict=False):
             axes.imshow(overlay(pixels, one))
-            text = f"{shorten(name)}\n{probability:.1%}" + ("" if one.any() else ", nothing speaks for it")
+            text = f"{shorten(name)}\n{probability:.1%}" + ("" if one.any() else ", no evidence for it")
             axes.set_title(text, pad=3, fontsize=9, parse_math=False)  # dollar signs in a name are not mathematics
         for axes in others[len(maps) :]:
             axes.remove()
