@@ -1,4 +1,4 @@
-"""Draw where a model looks: attention rollout over an image, computed by hand and as the package draws it.
+"""Draw where a model looks: the evidence for a class, and attention rollout, computed by hand and as figures.
 
 python examples/03_look_inside.py                       # a small digits model, trained in seconds
 python examples/03_look_inside.py runs/mine photo.jpg   # your model and photo
@@ -12,6 +12,7 @@ from PIL import Image
 from quick_run import train_digits
 
 import vitlab
+from vitlab.analysis.class_map import class_map
 from vitlab.analysis.gallery import Gallery
 from vitlab.models.vit import ViT
 
@@ -22,8 +23,13 @@ def main(run: str, photo: str, out: str = "inside") -> None:
     assert isinstance(model, ViT)
     pixels = classifier.pixels(Image.open(photo).convert("RGB"))[None]
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (classifier.preprocess.mean, classifier.preprocess.std))
-    maps = vitlab.attention(model, (pixels / 255 - mean) / std)  # per layer (1, heads, tokens, tokens)
+    images = (pixels / 255 - mean) / std
+    label = int(model(images).argmax())
+    evidence = class_map(model, images, label)[0]  # (rows, columns), for this class
+    row, column = divmod(int(evidence.argmax()), evidence.shape[1])
+    print(f"most evidence for {classifier.labels[label]}: row {row + 1}, column {column + 1} of the patches")
 
+    maps = vitlab.attention(model, images)  # per layer (1, heads, tokens, tokens); the same for every class
     flow = torch.eye(maps[0].shape[-1])
     for layer in maps:  # rollout: the residual stream carries half of each token past every layer
         flow = (layer[0].mean(0) + torch.eye(len(flow))) / 2 @ flow
@@ -31,7 +37,7 @@ def main(run: str, photo: str, out: str = "inside") -> None:
     looks = flow[0, 1:].reshape(height, width)  # from the class token, which is the first, to each patch
     print("share of the most attended patch:", f"{looks.max() / looks.sum():.1%}")
 
-    Gallery(model, Path(out), ("rollout", "heads", "steps")).write([Path(photo)], print)  # the same as PNG and SVG
+    Gallery(model, Path(out), ("classes", "rollout", "steps")).write([Path(photo)], print)  # as PNG and SVG
 
 
 if __name__ == "__main__":

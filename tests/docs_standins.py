@@ -239,7 +239,7 @@ PAGES: dict[str, Page] = {
     "docs/looking-inside.md": Page(
         files={
             "runs/mine": run(depth=12),
-            "ti16": run(size=224, depth=12),
+            "ti16": run(("palace", "daisy", "vase"), size=224, depth=12),
             "photo.jpg": photo,
             "photos": class_folders,
         },
@@ -259,9 +259,10 @@ PAGES: dict[str, Page] = {
         parsed={"vitlab predict runs/pets https:": "needs a network"},
     ),
     "docs/serving.md": Page(
-        files={"runs/mine": run(), "cat.jpg": photo, "dog.jpg": photo},
+        files={"runs/mine": run(), "cat.jpg": photo, "dog.jpg": photo, "photos": class_folders},
         replace={"the.host": "127.0.0.1"},
         parsed={"docker": "needs Docker; tests/serving/test_dockerfile.py checks what it can"},
+        append={"vitlab finetune": TUNED},
     ),
     "docs/results/README.md": Page(
         files={

@@ -52,7 +52,7 @@ def test_it_shows_mistakes_steps_and_predictions(out: Path, capfd: pytest.Captur
     assert [line.strip().split("   ")[0] for line in text.splitlines()[-3:]] == [command for command, _ in demo.NEXT]
     predictions = capfd.readouterr().out.splitlines()
     assert [line.split()[0][-13:] for line in predictions[1:]] == [f"samples/{i}.png" for i in range(10)]
-    for figure in ("positions.png", "3/rollout.png", "3/steps.png"):
+    for figure in ("positions.png", "3/classes.png", "3/steps.png"):
         assert Image.open(out / "inside" / figure).size[0] > 400
 
 

@@ -57,7 +57,7 @@ def test_scripts_run_offline(script: Path, folder: Path) -> None:
     }
     assert expected[script.name[:2]] in done.stdout
     if script.name.startswith("03"):
-        assert list((folder / "runs" / "example" / "inside").rglob("rollout.png"))
+        assert list((folder / "runs" / "example" / "inside").rglob("classes.png"))
 
 
 @pytest.mark.slow

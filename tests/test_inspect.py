@@ -10,17 +10,19 @@ import torch
 from PIL import Image
 
 import vitlab
+from vitlab.analysis.class_map import class_map
 from vitlab.analysis.distance import mean_distance
 from vitlab.analysis.embeddings import patch_filters, position_similarity
 from vitlab.analysis.gallery import FIGURES, folder_names
 from vitlab.analysis.steps import five_steps
 from vitlab.cli import main
 from vitlab.data.transforms import eval_image
-from vitlab.models.config import Preprocess, StemConfig, ViTConfig
+from vitlab.models.config import Preprocess, ResNetConfig, StemConfig, ViTConfig
 from vitlab.plots import style
 
 pytest.importorskip("matplotlib")
 
+LABELS = ("cat", "dog", "owl", "emu", "yak")
 BASE: dict[str, Any] = {"image_size": (24, 32), "patch": 8, "depth": 2, "width": 12, "mlp": 12, "heads": 3}
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -58,7 +60,7 @@ def run(tmp_path: Path, randomize: Any) -> Path:
 
 def save(folder: Path, randomize: Any, **settings: Any) -> Path:
     model = randomize(vitlab.build(ViTConfig(**(BASE | {"classes": 3} | settings))))
-    labels = ("cat", "dog", "owl") if model.config.classes else None
+    labels = LABELS[: model.config.classes] or None
     vitlab.save(model, folder, labels=labels, preprocess=Preprocess(crop=1.0))
     return folder
 
@@ -80,7 +82,8 @@ def test_everything(
     assert f"all figures are in {out}" in printed
     names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     of_model = {f"{name}.{kind}" for name in ("filters", "positions", "distance") for kind in ("png", "svg", "npz")}
-    of_picture = {f"b/{name}.{kind}" for name in ("rollout", "layers", "heads", "steps") for kind in ("png", "svg")}
+    drawn = ("classes", "rollout", "layers", "heads", "steps")
+    of_picture = {f"b/{name}.{kind}" for name in drawn for kind in ("png", "svg")}
     assert names == of_model | of_picture | {"b/arrays.npz"}
     for name in names:
         if name.endswith("png"):
@@ -160,6 +163,49 @@ def test_chosen_heads(run: Path, pictures: Path, tmp_path: Path, monkeypatch: py
     assert [word in svg for word in ("layer 2", "head 3", "head 1", "layer 1", "head 2")] == [True] * 3 + [False] * 2
 
 
+def test_the_three_most_probable_classes(
+    pictures: Path, tmp_path: Path, randomize: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = save(tmp_path / "run", randomize, classes=5)
+    inspect(monkeypatch, run, pictures / "a.jpg", "--figures", "classes", "--out", tmp_path / "out")
+    model: Any = vitlab.load(run)
+    image = eval_image(Image.open(pictures / "a.jpg"), (24, 32), Preprocess(crop=1.0))
+    logits = model(image[None])[0].detach().double().numpy()
+    shares = np.exp(logits) / np.exp(logits).sum()
+    best = np.argsort(-shares)[:3]
+    with np.load(tmp_path / "out" / "a" / "arrays.npz") as found:
+        assert found["classes"].tolist() == best.tolist()
+        np.testing.assert_allclose(found["probabilities"], shares[best], rtol=1e-5)
+        for label, one in zip(best, found["class_maps"], strict=True):
+            np.testing.assert_allclose(one, class_map(model, image[None], int(label))[0], rtol=1e-5, atol=1e-7)
+    svg = (tmp_path / "out" / "a" / "classes.svg").read_text()
+    assert [f">{LABELS[k]}<" in svg for k in range(5)] == [k in best for k in range(5)]
+
+
+def test_chosen_classes(run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--figures", "classes", "--class", "Owl", "--class", "0", "--out", tmp_path / "out")
+    inspect(monkeypatch, run, pictures / "a.jpg", *words)
+    with np.load(tmp_path / "out" / "a" / "arrays.npz") as found:
+        assert found["classes"].tolist() == [2, 0]
+        assert found["class_maps"].shape == (2, 3, 4)
+
+
+def test_without_a_head_the_rest_is_drawn(
+    pictures: Path,
+    tmp_path: Path,
+    randomize: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = save(tmp_path / "run", randomize, classes=0)
+    inspect(monkeypatch, run, pictures / "a.jpg", "--out", tmp_path / "out", "--figures", "classes,rollout")
+    assert "classes: no figure, this model has no head" in capsys.readouterr().out
+    assert sorted(file.name for file in (tmp_path / "out" / "a").glob("*.png")) == ["rollout.png"]
+    assert "there is no class 'cat': this model has no head" in run_with_error(
+        monkeypatch, capsys, run, pictures / "a.jpg", "--class", "cat", "--out", tmp_path / "out"
+    )
+
+
 def test_names_of_folders() -> None:
     files = [Path(name) for name in ("x/a.jpg", "y/a.png", "y/A.png", "a-2.png", "b.tar.png")]
     assert folder_names(files) == ["a", "a-2", "A-3", "a-2-2", "b.tar"]
@@ -187,6 +233,9 @@ def test_errors_in_options(
     assert f"there is no figure 'rolout'; there are {', '.join(FIGURES)}" in error(image, "--figures", "rolout")
     assert "there is no layer 3; this model has layers 1 to 2" in error(image, "--layer", "1,3")
     assert "there is no head 4; this model has heads 1 to 3" in error(image, "--head", "4")
+    wrong = "there is no class 'caat'; give the name of one of the 3 classes, did you mean 'cat'?"
+    assert wrong in error(image, "--class", "caat")
+    assert "there is no class '3'; give the name of one of the 3 classes, such as 'cat'" in error(image, "--class", "3")
     assert "--layer must be integers from 1 on, as in 1,5,10, not '0'" in error(image, "--layer", "0")
     assert "--head must be integers from 1 on, as in 1,5,10, not 'all'" in error(image, "--head", "all")
     assert "do not divide an image of 25x25" in error(image, "--image-size", "25")
@@ -215,10 +264,21 @@ def test_errors_in_files(
     assert f"{taken} is a file; name a folder" in error(run, pictures / "a.jpg", "--out", taken)
 
 
-def test_a_resnet_is_an_error(
+def test_a_resnet_has_classes_alone(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    vitlab.save(vitlab.create("R50x1", classes=2, image_size=32), tmp_path / "resnet")
-    printed = run_with_error(monkeypatch, capsys, tmp_path / "resnet", pictures / "a.jpg", "--out", tmp_path / "out")
+    model: Any = vitlab.build(ResNetConfig((40, 56), (1, 1), width=32, classes=2))
+    torch.nn.init.normal_(model.head.weight)
+    vitlab.save(model, tmp_path / "resnet", preprocess=Preprocess(crop=1.0))
+    words = (tmp_path / "resnet", pictures / "a.jpg", "--out", tmp_path / "out")
+    printed = run_with_error(monkeypatch, capsys, *words, "--figures", "classes,rollout")
     assert "is a ResNet: it has no patches, positions or attention" in printed
     assert not (tmp_path / "out").exists()
+    inspect(monkeypatch, *words)
+    assert sorted(file.name for file in (tmp_path / "out" / "a").iterdir()) == [
+        "arrays.npz",
+        "classes.png",
+        "classes.svg",
+    ]
+    with np.load(tmp_path / "out" / "a" / "arrays.npz") as found:
+        assert found["class_maps"].shape == (2, 5, 7)

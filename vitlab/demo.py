@@ -64,12 +64,12 @@ def show(console: Terminal, out: Path) -> None:
     console.print(f"\nvitlab predict {out} {samples}", soft_wrap=True)
     predict_files(str(out), [str(samples)], kind="table")
     try:
-        Gallery(model, out / "inside", ("positions", "rollout", "steps")).write([samples / "3.png"], lambda line: None)
+        Gallery(model, out / "inside", ("positions", "classes", "steps")).write([samples / "3.png"], lambda line: None)
     except UserError as error:  # matplotlib is optional
         console.print(f"no figures: {error}", soft_wrap=True)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_row("report.html", "training curves, accuracy, mistakes: open it in a browser")
-    table.add_row("inside/", "attention, and the five steps as images")
+    table.add_row("inside/", "the evidence for each class, and the five steps, as images")
     table.add_row("photos/, samples/", "digits to try the other commands on, as in docs/tutorial.md")
     console.print(f"\nin {out}:", table, sep="\n")
     console.print("\nNext, with your own photos:", style="bold")

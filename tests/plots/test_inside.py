@@ -51,6 +51,11 @@ def heads(shape: tuple[int, int], layers: int, count: int) -> Any:
     return inside.heads_figure(pixels, maps(24, 16, 4, 4), range(layers), range(count), layer_names(24), WHOSE)
 
 
+def classes(shape: tuple[int, int], count: int) -> Any:
+    names = ["$one$", "w" * 80, *(f"a class with a rather long name, number {i}" for i in range(count))][:count]
+    return inside.classes_figure(np.zeros((*shape, 3)), np.zeros((count, 4, 4)), names, [0.1] * count)
+
+
 def no_positions() -> Any:
     these = steps((6, 5), depth=1, classes=2)
     these.positions = np.zeros_like(these.positions)
@@ -67,6 +72,10 @@ FIGURES: dict[str, Callable[[], Any]] = {
     "positions, many": lambda: inside.positions_figure(RANDOM.random((37, 37, 37, 37))),
     "distance": lambda: inside.distance_figure(RANDOM.random((12, 3)) * 150, 128, 117),
     "distance, axial, deep": lambda: inside.distance_figure(RANDOM.random((64, 16)) * 150, 12800, 117, axial=True),
+    "classes": lambda: classes((64, 64), 3),
+    "classes, one": lambda: classes((64, 64), 1),
+    "classes, wide": lambda: classes((32, 96), 3),
+    "classes, many, tall": lambda: classes((96, 64), 9),
     "rollout": lambda: inside.rollout_figure(RANDOM.random((64, 64, 3)), maps(4, 4), WHOSE),
     "rollout, wide": lambda: inside.rollout_figure(RANDOM.random((32, 96, 3)), maps(2, 6), WHOSE),
     "rollout, tall": lambda: inside.rollout_figure(RANDOM.random((96, 32, 3)), maps(6, 2), WHOSE),
@@ -125,9 +134,19 @@ def test_overlay_is_brightest_where_the_map_is() -> None:
     assert got.shape == (45, 60, 3)
     assert got.min() >= 0
     assert got.max() <= 1
-    high, low = (np.array(colormaps["viridis"](v)[:3]) * inside.HEAT + 0.5 * (1 - inside.HEAT) for v in (1.0, 0.0))
+    high = np.array(colormaps["viridis"](1.0)[:3]) * inside.HEAT + 0.5 * (1 - inside.HEAT)
     np.testing.assert_allclose(got[22, 37], high, atol=1e-6)  # the middle of that patch
-    np.testing.assert_allclose(got[7, 7], low, atol=1e-6)  # and of the first one
+    np.testing.assert_allclose(got[7, 7], 0.5, atol=1e-6)  # of the first one: the image
+
+
+def test_a_weak_map_is_transparent() -> None:
+    """Halfway, the color's weight is half of the strongest."""
+    from matplotlib import colormaps
+
+    grid = np.array([[0.0, 0.5, 1.0, 1.0]])
+    got = inside.overlay(np.full((15, 60, 3), 0.5), grid)
+    expected = np.array(colormaps["viridis"](0.5)[:3]) * inside.HEAT / 2 + 0.5 * (1 - inside.HEAT / 2)
+    np.testing.assert_allclose(got[7, 22], expected, atol=1e-6)
 
 
 def test_overlay_is_not_dominated_by_a_few_cells() -> None:
@@ -183,6 +202,18 @@ def test_heads_are_the_chosen_ones() -> None:
     assert len(shown) == 4
     for one, other in zip(shown, expected, strict=True):
         np.testing.assert_allclose(one, other)
+
+
+def test_the_image_is_beside_the_map_of_each_class() -> None:
+    pixels, grids = RANDOM.random((8, 8, 3)), maps(5, 2, 2)
+    figure = inside.classes_figure(pixels, grids, list("abcde"), [0.5, 0.25, 0.125, 0.1, 0.025])
+    first, *others = shown_images(figure)
+    np.testing.assert_allclose(first, pixels)
+    assert len(others) == 5
+    for one, grid in zip(others, grids, strict=True):
+        np.testing.assert_allclose(one, inside.overlay(pixels, grid))
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == ["image", "a\n50.0%", "b\n25.0%", "c\n12.5%", "d\n10.0%", "e\n2.5%"]
 
 
 def test_class_scores_are_a_softmax_by_rank() -> None:

@@ -19,6 +19,7 @@ from servers import NAMES, encoded, photo, save
 from starlette.testclient import TestClient
 
 import vitlab
+from vitlab.analysis.class_map import class_map
 from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
 from vitlab.predict import Classifier
@@ -127,6 +128,29 @@ def test_explain_describes_the_picture_the_model_saw(http: TestClient, run: Path
         assert (colors.min(), colors.max()) == (0, 255)
 
 
+def test_any_class_has_its_map(http: TestClient, run: Path) -> None:
+    image = photo(5)
+    model = vitlab.load(run)
+    seen = eval_image(image, (32, 32), model.card.preprocess)[None]
+    best = int(expected(run, image).argmax())
+    for label in range(len(NAMES)):
+        answered = http.post(f"/v1/map?label={label}", files=form(encoded(image))).json()
+        assert (answered["name"], answered["map"]["index"], answered["map"]["name"]) == ("0.png", label, NAMES[label])
+        truth = class_map(model, seen, label)[0].double().numpy()
+        assert np.array(answered["map"]["values"]) == pytest.approx(truth / max(truth.sum(), 1e-30), abs=1e-5)
+        if label == best:
+            assert http.post("/v1/explain", files=form(encoded(image))).json()["map"] == answered["map"]
+
+
+def test_a_map_leaves_the_model_as_it_is(run: Path) -> None:
+    """No gradients stay behind, and the next answer is the same."""
+    with client(run) as (http, service):
+        before = http.post("/v1/predict", files=form(PNG)).json()
+        http.post("/v1/map?label=2", files=form(PNG))
+        assert http.post("/v1/predict", files=form(PNG)).json() == before
+        assert all(one.grad is None and not one.requires_grad for one in service.classifier.model.parameters())
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "maps"),
     [
@@ -143,6 +167,7 @@ def test_every_kind_of_model_is_explained(
         answered = http.post("/v1/explain", files=form(encoded(photo()))).json()
         facts = http.get("/v1/model").json()
     assert np.array(answered["attention"]).shape == maps
+    assert np.array(answered["map"]["values"]).shape == maps[2:]
     assert [facts["layers"], facts["heads"], *facts["grid"]] == list(maps)
     assert (answered["steps"]["positions"] is None) == (settings.get("positions") == "relative")
 
@@ -153,6 +178,7 @@ def test_a_resnet_has_classes_and_a_reason_for_no_more(tmp_path: Path) -> None:
         assert http.get("/v1/model").json()["kind"] == "resnet"
     assert len(answered["classes"]) == 5
     assert answered["attention"] is None
+    assert answered["map"]["index"] == answered["classes"][0]["index"]
     assert "ResNet" in answered["reason"]
 
 
@@ -169,6 +195,10 @@ def test_deep_greys_count_fourfold(run: Path) -> None:
     with client(run, limits=Limits(max_pixels=100_000)) as (http, _):
         refused(http.post("/v1/predict", files=form(encoded(deep))), 413, "300 x 100 pixels that count fourfold")
         assert http.post("/v1/predict", files=form(encoded(deep.crop((0, 0, 200, 100))))).status_code == 200
+
+
+def test_all_classes_by_name(http: TestClient) -> None:
+    assert http.get("/v1/classes").json() == {"classes": NAMES}
 
 
 # ---- errors, each a JSON object with a message
@@ -191,7 +221,12 @@ PNG = encoded(photo())
         (form(PNG), "/v1/predict?top_k=many", 422, "top_k: input should be a valid integer"),
         (form(PNG, b"nonsense"), "/v1/predict", 422, "'1.png' is not an image in a supported format"),
         (form(PNG, b""), "/v1/predict", 422, "'1.png' is empty"),
-        (form(PNG, PNG), "/v1/explain", 422, "one image is explained at a time"),
+        (form(PNG, PNG), "/v1/explain", 422, "this takes one image at a time, not 2"),
+        (form(PNG, PNG), "/v1/map?label=0", 422, "this takes one image at a time, not 2"),
+        (form(PNG), "/v1/map?label=7", 422, "label: input should be less than 7"),
+        (form(PNG), "/v1/map?label=-1", 422, "label: input should be greater"),
+        (form(PNG), "/v1/map", 422, "label: field required"),
+        (form(b"nonsense"), "/v1/map?label=0", 422, "'0.png' is not an image"),
         (form(*[PNG] * 17), "/v1/predict", 413, "more than 16 parts"),
         ([("photo", ("a.png", PNG))], "/v1/predict", 422, "the form has a field 'photo'"),
     ],
@@ -224,6 +259,8 @@ def test_wrong_addresses(http: TestClient) -> None:
     refused(http.get("/v2"), 404, "there is nothing at /v2")
     refused(http.get("/page/../app.py"), 404, "there is nothing at")
     refused(http.get("/page/%2e%2e%2fapp.py"), 404, "there is nothing at")
+    refused(http.get("/report"), 404, "there is nothing at /report")  # this run has none
+    refused(http.post("/v1/corrections?label=0", files=form(PNG)), 404, "there is nothing at /v1/corrections")
     refused(http.get("/v1/predict"), 405, "GET is not allowed for /v1/predict")
 
 
@@ -278,8 +315,9 @@ def test_a_full_queue_is_reported_and_recovers(run: Path) -> None:
             most = service.batcher.reserve(15)
             refused(http.post("/v1/predict", files=form(PNG, PNG)), 503, "the queue is full")
             full = service.batcher.reserve(1)
-            answer = http.post("/v1/explain", files=form(PNG))
-            refused(answer, 503, "the queue is full")
+            for path in ("/v1/explain", "/v1/map?label=0"):
+                answer = http.post(path, files=form(PNG))
+                refused(answer, 503, "the queue is full")
             assert answer.headers["retry-after"] == "1"
             with most, full:
                 pass
@@ -341,13 +379,13 @@ def test_a_client_that_disconnects_costs_no_computation(run: Path) -> None:
 
 def test_a_token_guards_the_api_and_not_the_page(run: Path) -> None:
     with client(run, token="open sesame") as (http, _):
-        for path in ("/v1/predict", "/v1/explain"):
+        for path in ("/v1/predict", "/v1/explain", "/v1/map?label=0"):
             refused(http.post(path, files=form(PNG)), 401, "this server requires a token")
         for sent in ("", "Bearer", "Bearer open", "Bearer open sesame!", "Basic open sesame", "bearer \xff"):
             answer = http.get("/v1/model", headers={b"Authorization": sent.encode("latin-1")})
             refused(answer, 401, "Authorization: Bearer TOKEN")
             assert answer.headers["www-authenticate"] == "Bearer"
-        for path in ("/metrics", "/nowhere", "/v1%2Fmodel", "//v1/model"):
+        for path in ("/metrics", "/v1/samples", "/v1/classes", "/report", "/nowhere", "/v1%2Fmodel", "//v1/model"):
             refused(http.get(path), 401, "token")
         assert [http.get(path).status_code for path in ("/", "/docs", "/page/app.js", "/openapi.json")] == [200] * 4
         assert http.get("/healthz").json() == {"status": "ok", "token": True}

@@ -1,6 +1,5 @@
 """The page in a real browser with the real server: it shows for a picture what the model predicts."""
 
-import base64
 import json
 import subprocess
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from servers import NAMES, VITLAB, Running, encoded, photo, save, server, small
+from visits import MARKS, Visit, open_browser, visiting
 
 import vitlab
 from vitlab.data.source import ArraySource
@@ -20,53 +20,8 @@ from vitlab.evaluation.unknown import fit_unknown
 
 if TYPE_CHECKING:
     from playwright import sync_api
-else:
-    sync_api = pytest.importorskip("playwright.sync_api")
 
-CHROMIUM = Path("/usr/bin/chromium")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no browser at {CHROMIUM}"),
-]
-DROP = """([text, name]) => {
-    const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
-    const data = new DataTransfer();
-    data.items.add(new File([bytes], name, { type: "image/png" }));
-    for (const kind of ["dragenter", "dragover", "drop"])
-        document.body.dispatchEvent(new DragEvent(kind, { dataTransfer: data, bubbles: true, cancelable: true }));
-}"""
-
-
-class Visit:
-    """A page, with the browser's errors and the URLs it requested."""
-
-    def __init__(self, page: "sync_api.Page") -> None:
-        self.page = page
-        self.errors: list[str] = []
-        self.requested: list[str] = []
-        page.on("console", lambda m: self.errors.append(m.text) if m.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("request", lambda request: self.requested.append(request.url))
-
-    def open(self, url: str) -> None:
-        self.page.goto(url)
-        self.page.wait_for_selector("#model:has-text('parameters')")
-
-    def drop(self, data: bytes, name: str = "cat.png") -> None:
-        self.page.evaluate(DROP, [base64.b64encode(data).decode(), name])
-
-    def answered(self) -> tuple[str, float]:
-        self.page.wait_for_selector("#result:not([hidden])")
-        self.page.wait_for_selector("body:not(.busy)")
-        value = self.page.get_attribute("#top-probability", "data-value")
-        return self.page.inner_text("#top-class"), float(value or "nan")
-
-    def slide(self, name: str, value: int) -> None:
-        self.page.fill(f"#{name}", str(value))
-
-    def pixels(self) -> str:
-        """The picture with its overlay, as a PNG in base64."""
-        return str(self.page.evaluate("document.getElementById('overlay').toDataURL()"))
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
@@ -82,21 +37,14 @@ def live(run: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator["sync_api.Browser"]:
-    with sync_api.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+    with open_browser() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
 def visit(browser: "sync_api.Browser", live: Running) -> Iterator[Visit]:
-    page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
-    visit = Visit(page)
-    visit.open(live.url)
-    yield visit
-    page.close()
-    assert visit.errors == []
-    assert all(url.startswith(live.url) for url in visit.requested), visit.requested
+    with visiting(browser, live.url) as visit:
+        yield visit
 
 
 def test_a_dropped_picture_gets_the_answer_of_the_command_line(visit: Visit, run: Path, tmp_path: Path) -> None:
@@ -119,6 +67,7 @@ def test_sliders_change_the_overlay(visit: Visit) -> None:
     visit.drop(encoded(photo(1)))
     visit.answered()
     page = visit.page
+    page.check("#kind-attention", force=True)
     seen = [visit.pixels()]
     assert page.inner_text("#layer-word") == "all layers (rollout)"
     assert page.is_disabled("#head")
@@ -136,7 +85,7 @@ def test_sliders_change_the_overlay(visit: Visit) -> None:
     visit.slide("strength", 0)
     bare = visit.pixels()
     visit.slide("layer", 1)
-    assert visit.pixels() == bare  # the picture alone, whatever the layer
+    assert visit.pixels() == bare == visit.pixels("photo")  # the picture alone, whatever the layer
 
 
 def test_the_five_steps_are_of_this_picture(visit: Visit) -> None:
@@ -160,10 +109,17 @@ def test_everything_works_from_the_keyboard(visit: Visit) -> None:
     for _ in range(3):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
-    assert reached == ["skip", "file", "sample"]
-    page.focus("#sample")
-    page.keyboard.press("Enter")
+    assert reached == ["skip", "file", "use-camera"]
+    visit.drop(encoded(photo(1)))
     visit.answered()
+    before = visit.pixels()
+    page.focus("#bars li:nth-child(2) button")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#bars li:nth-child(2) [aria-pressed=true]")
+    assert visit.pixels() != before
+    page.focus("#kind-class")
+    page.keyboard.press("ArrowRight")
+    assert page.is_checked("#kind-attention")
     before = visit.pixels()
     page.focus("#layer")
     page.keyboard.press("ArrowRight")
@@ -241,6 +197,9 @@ def test_a_broken_picture_is_reported_and_the_next_one_shown(browser: "sync_api.
     visit.drop(encoded(photo(1)))
     visit.answered()
     assert page.is_hidden("#error")
+    visit.drop(b"not a picture", "dog.png")
+    page.wait_for_selector("#error:has-text('dog.png')")
+    assert page.is_hidden("#result")  # what was there is not the answer to this picture
     page.close()
 
 
@@ -265,6 +224,7 @@ def test_the_description_of_the_api(visit: Visit, live: Running) -> None:
     visit.page.goto(f"{live.url}/docs")
     visit.page.wait_for_selector(".route")
     listed = visit.page.eval_on_selector_all(".route h2", "all => all.map((one) => one.textContent)")
-    assert listed == ["POST /v1/predict", "POST /v1/explain", "GET /v1/model", "GET /healthz", "GET /metrics"]
+    posts, gets = ["predict", "explain", "map"], ["v1/model", "v1/classes", "v1/samples", "healthz", "metrics"]
+    assert listed == [*(f"POST /v1/{name}" for name in posts), *(f"GET /{name}" for name in gets)]
     visit.page.goto(live.url)
     visit.page.wait_for_selector("#model:has-text('parameters')")

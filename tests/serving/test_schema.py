@@ -49,7 +49,11 @@ schemathesis.openapi.format("binary", BODIES)
 ROUTES = [
     ("/v1/predict", "POST"),
     ("/v1/explain", "POST"),
+    ("/v1/map", "POST"),
+    ("/v1/corrections", "POST"),
     ("/v1/model", "GET"),
+    ("/v1/classes", "GET"),
+    ("/v1/samples", "GET"),
     ("/healthz", "GET"),
     ("/metrics", "GET"),
 ]
@@ -67,8 +71,9 @@ class Lasting(Service):
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BaseSchema]:
-    run = save(tmp_path_factory.mktemp("schema") / "small")
-    service = Lasting(Classifier(run, "cpu"), ServiceSettings())
+    folder = tmp_path_factory.mktemp("schema")
+    run = save(folder / "small")
+    service = Lasting(Classifier(run, "cpu"), ServiceSettings(corrections=folder / "corrections"))
     yield schemathesis.openapi.from_asgi("/openapi.json", create_app(service))
     Service.close(service)
 

@@ -15,6 +15,7 @@ from vitlab.analysis.attention import check_vit, each_attention
 from vitlab.analysis.rollout import rollout, to_grid
 from vitlab.errors import UserError
 from vitlab.models.config import Size
+from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
 from vitlab.plots.steps import Steps
 
@@ -60,7 +61,7 @@ def five_steps(model: ViT, image: Tensor) -> Steps:
     )
 
 
-def denormalize(model: ViT, image: Tensor) -> Floats:
+def denormalize(model: Model, image: Tensor) -> Floats:
     """Undo the model's normalization of an image: (height, width, 3) in [0, 1]."""
     p = model.card.preprocess
     pixels = to_array(image).transpose(1, 2, 0) * np.array(p.std, np.float32) + np.array(p.mean, np.float32)

@@ -13,6 +13,7 @@ from vitlab.errors import UserError
 @verb(
     "vitlab inspect runs/mine photo.jpg",
     "vitlab inspect google/vit-base-patch16-224 photos/ --figures distance",
+    "vitlab inspect runs/mine photo.jpg --figures classes --class beagle --class boxer",
     "vitlab inspect runs/mine photo.jpg --figures heads --layer 1,6,12 --head 2",
 )
 def inspect(
@@ -20,7 +21,12 @@ def inspect(
     images: Annotated[list[str] | None, Argument(metavar="IMAGE", help="Image files, or folders of them.")] = None,
     out: Annotated[Path, Option(help="The folder for figures and arrays.")] = Path("inside"),
     figures: Annotated[
-        str | None, Option(help="Some of filters, positions, distance, rollout, layers, heads, steps; all by default.")
+        str | None,
+        Option(help="Some of filters, positions, distance, classes, rollout, layers, heads, steps; all by default."),
+    ] = None,
+    classes: Annotated[
+        list[str] | None,
+        Option("--class", help="A class in the figure of classes; repeatable. The three most probable by default."),
     ] = None,
     layer: Annotated[str | None, Option(help="Layers in the figure of heads, from 1: 1,6,12. Six by default.")] = None,
     head: Annotated[str | None, Option(help="Heads in it, from 1: 2,3. All by default.")] = None,
@@ -32,10 +38,10 @@ def inspect(
     """Draw what a model has learned and where it looks: PNG, SVG and the arrays behind them.
 
     Of the model: the patch filters' principal components, the similarity of its position embeddings, the attention
-    distance of each head. Of each image, in a folder of its own: attention rollout, attention by layer, single heads,
-    the five steps.
+    distance of each head. Of each image, in a folder of its own: evidence for each class, attention rollout,
+    attention by layer, single heads, the five steps.
     """
-    from vitlab.analysis.gallery import FIGURES, Gallery, find_images
+    from vitlab.analysis.gallery import FIGURES, Gallery, find_class, find_images
     from vitlab.device import pick_device
     from vitlab.files import check_folder
     from vitlab.models.config import Size
@@ -44,15 +50,17 @@ def inspect(
     from vitlab.weights import load
 
     layers, heads = parse_indices(layer, "--layer"), parse_indices(head, "--head")
-    names = FIGURES if figures is None else tuple(word.strip() for word in figures.split(","))
+    names = None if figures is None else tuple(word.strip() for word in figures.split(","))
     size: Size | None = None if image_size is None else tuple(parse_value(image_size, Size, "--image-size"))
     check_folder(out)
     paths = find_images(images or [])
     place = pick_device(device)
     model = load(run, image_size=size)
-    if isinstance(model, ResNet):
-        raise UserError(f"{run} is a ResNet: it has no patches, positions or attention; inspect needs a ViT")
-    gallery = Gallery(model.float().to(place), out, names, layers, heads)
+    names = names or (("classes",) if isinstance(model, ResNet) else FIGURES)
+    if isinstance(model, ResNet) and set(names) & set(FIGURES) - {"classes"}:
+        raise UserError(f"{run} is a ResNet: it has no patches, positions or attention; draw --figures classes of it")
+    chosen = None if not classes else [find_class(model, word) for word in classes]
+    gallery = Gallery(model.float().to(place), out, names, layers, heads, chosen)
     gallery.write(paths, lambda line: console.print(line, soft_wrap=True))
     console.print(f"all figures are in {out}", soft_wrap=True)
 

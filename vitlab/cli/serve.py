@@ -45,6 +45,10 @@ def serve(
     ] = "jpeg,png,webp,gif,avif",
     timeout: Annotated[float, Option(min=0.1, help="Seconds for a request to arrive.")] = 30,
     workers: Annotated[int | None, Option(min=1, help="Processes that decode; one per core, up to 8.")] = None,
+    corrections: Annotated[
+        Path | None, Option(help="Let users correct answers: photos go into class folders here, for vitlab finetune.")
+    ] = None,
+    samples: Annotated[bool, Option("--samples/--no-samples", help="Offer the run's held-out photos to try.")] = True,
     refuse: Refuse = None,
     device: Device = "auto",
 ) -> None:
@@ -56,7 +60,9 @@ def serve(
     from vitlab.serving import require_packages
 
     require_packages()
+    from vitlab.data.samples import read_samples
     from vitlab.serving.limits import Limits
+    from vitlab.serving.report import read_report
     from vitlab.serving.service import ServiceSettings
 
     token = os.environ.get("VITLAB_TOKEN") if token is None else token  # typer ignores an empty variable
@@ -72,7 +78,18 @@ def serve(
         answer_seconds=min(5.0, timeout),
     )
     name, wait = Path(run).name or run, max_wait_ms / 1000
-    settings = ServiceSettings(name, token, max_batch, wait, queue, processes=workers, limits=limits)
+    settings = ServiceSettings(
+        name=name,
+        token=token,
+        max_batch=max_batch,
+        max_wait=wait,
+        queue=queue,
+        processes=workers,
+        limits=limits,
+        samples=read_samples(Path(run).expanduser()) if samples else (),
+        report=read_report(Path(run).expanduser(), has_token=token is not None),
+        corrections=corrections and corrections.expanduser(),
+    )
     run_server(run, device, host, port, settings, host_name or [], refuse)
 
 

@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitlab.plots.style import COLORS, DPI, FAINT, INK, MAP, bare, drawing, new_figure
+from vitlab.plots.style import COLORS, DPI, FAINT, INK, MAP, bare, drawing, new_figure, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Floats = NDArray[np.floating[Any]]
-HEAT = 0.6  # weight of the map's color over the gray image
+HEAT = 0.75  # weight of the brightest color over the gray image; weaker ones are more transparent
 TOP = 0.97  # cells above this quantile share the brightest color, so that a few outliers do not hide the rest
 NOTE = f"each map in its own scale; the strongest {1 - TOP:.0%} of its patches are equally bright"
 MOST = 16  # grids in a row of the figure of positions
@@ -98,9 +98,10 @@ def distance_figure(distance: Floats, images: int, even: float, axial: bool = Fa
 
 
 def overlay(pixels: Floats, grid: Floats) -> Floats:
-    """Blend a map (h, w) in colors with the gray version of an image (height, width, 3) in [0, 1].
+    """Lay a map (h, w) in colors over the gray version of an image (height, width, 3) in [0, 1].
 
-    Colors run from the smallest cell to the `TOP` quantile, bilinear between cells. Returns (height, width, 3).
+    Colors run from the smallest cell, which is transparent, to the `TOP` quantile, bilinear between cells. Returns
+    (height, width, 3).
     """
     from matplotlib import colormaps
 
@@ -109,8 +110,29 @@ def overlay(pixels: Floats, grid: Floats) -> Floats:
     share = ((grid - low) / (high - low)).clip(0, 1) if high > low else (grid > low) * 1.0
     smooth = Image.fromarray(share.astype(np.float32)).resize((width, height), Image.Resampling.BILINEAR)
     colors = colormaps[MAP](np.asarray(smooth))[..., :3]
+    opacity = HEAT * np.asarray(smooth)[..., None]
     gray = pixels @ np.array([0.299, 0.587, 0.114])
-    return np.asarray(HEAT * colors + (1 - HEAT) * gray[..., None])
+    return np.asarray(opacity * colors + (1 - opacity) * gray[..., None])
+
+
+def classes_figure(pixels: Floats, maps: Floats, names: Sequence[str], probabilities: Sequence[float]) -> "Figure":
+    """Draw an image and the map (n, h, w) of each class over it, with the class's name and probability."""
+    count = len(maps) + 1
+    columns = min(count, 4)
+    with drawing():
+        figure, grid = panels(-(-count // columns), columns, pixels.shape, max(5, 2.2 * columns), each=0.36)
+        add_title(figure, "Evidence for each class")
+        first, *others = grid.flat
+        first.imshow(pixels)
+        first.set_title("image", pad=3, fontsize=9)
+        for axes, one, name, probability in zip(others, maps, names, probabilities, strict=False):
+            axes.imshow(overlay(pixels, one))
+            text = f"{shorten(name)}\n{probability:.1%}" + ("" if one.any() else ", no evidence for it")
+            axes.set_title(text, pad=3, fontsize=9, parse_math=False)  # dollar signs in a name are not mathematics
+        for axes in others[len(maps) :]:
+            axes.remove()
+        add_note(figure, NOTE)
+    return figure
 
 
 def rollout_figure(pixels: Floats, grid: Floats, whose: str) -> "Figure":

@@ -3,6 +3,7 @@
 The page loads nothing from elsewhere: images are embedded, and it has no script.
 """
 
+import contextlib
 import shlex
 import time
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from vitlab.cost import cost
 from vitlab.data.images import BrokenImage
 from vitlab.data.review_file import NAME as REVIEW
 from vitlab.data.review_file import Finding, read_review
+from vitlab.data.samples import write_samples
 from vitlab.data.source import Data, ImageSource
 from vitlab.device import memory_errors
 from vitlab.errors import UserError
@@ -53,7 +55,7 @@ def write_report(
     device: str = "auto",
     keep: Path | None = None,
 ) -> Report:
-    """Write RUN/report.html, complete or not at all.
+    """Write RUN/report.html, complete or not at all, and RUN/samples.json, a few of the images that it is tested on.
 
     `data` is what the model is tested on, by default the test split of the set it was trained on, if it is a built-in
     one or this user started the run. A model without a head, as from masked patch prediction, is not tested, and its
@@ -92,6 +94,8 @@ def make_page(
             raise UserError(f"'{broken.name}' cannot be read as an image any more: {broken.why}") from None
         figures = draw_figures(history, single)
         done(5)
+    with contextlib.suppress(UserError):  # where they cannot be written, neither can the report, which comes next
+        write_samples(folder, opened.test)  # for the page of `vitlab serve`
     return render(subject, tested, mistakes, figures, worth_a_look(find_review(folder), opened)), scores
 
 

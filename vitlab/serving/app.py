@@ -1,4 +1,4 @@
-"""The routes: predict, explain, the model, health, metrics, and the page."""
+"""The routes: predict, explain, maps, corrections, the model, health, metrics, and the pages."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from functools import partial
 from importlib import resources
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
@@ -18,12 +18,20 @@ from vitlab import __version__
 from vitlab.serving import schema
 from vitlab.serving.explain import model_info
 from vitlab.serving.hosts import AllowedHosts
-from vitlab.serving.middleware import SecurityMiddleware
+from vitlab.serving.limits import RequestError
+from vitlab.serving.middleware import PUBLIC, SecurityMiddleware
+from vitlab.serving.report import Report, ReportResponse
 from vitlab.serving.service import Service
 
 TopK = Annotated[
     int | None,
     Query(ge=1, le=1000, description="How many classes to return: 5, or those a multi-label model finds."),
+]
+# A page of another site can send a form here from the browser of anyone who visits it, but no header of this name:
+# for that the browser asks this server first, and it does not agree.
+CALLER = "vitlab"
+RequestedWith = Annotated[
+    str | None, Header(description="Other sites cannot send it.", json_schema_extra={"enum": [CALLER]})
 ]
 ABOUT = "Image classification and attention maps of one Vision Transformer."
 
@@ -40,17 +48,22 @@ def create_app(service: Service, hosts: AllowedHosts | None = None) -> FastAPI:
     app = FastAPI(
         title="vitlab", version=__version__, description=ABOUT, lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    app.add_middleware(SecurityMiddleware, metrics=service.metrics, token=service.settings.token, hosts=hosts)
+    settings = service.settings
+    public = PUBLIC if settings.report is None else (*PUBLIC, settings.report.path)
+    app.add_middleware(SecurityMiddleware, metrics=service.metrics, token=settings.token, hosts=hosts, public=public)
     app.add_exception_handler(HTTPException, http_error_response)
     app.add_exception_handler(RequestValidationError, validation_error_response)
     add_model_routes(app, service)
     add_server_routes(app, service)
     add_pages(app)
+    if settings.report is not None:
+        add_report(app, settings.report)
     return app
 
 
 def add_model_routes(app: FastAPI, service: Service) -> None:
     failures = schema.errors(400, 401, 408, 413, 415, 421, 422, 429, 500, 503)
+    index = Query(ge=0, lt=len(service.classifier.labels), description="The index of the class.")
 
     @app.post(
         "/v1/predict",
@@ -74,6 +87,32 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         name, scores, fields = await service.explain(request)
         return await asyncio.to_thread(fast_json, service.answer(name, scores, top_k) | fields)
 
+    @app.post(
+        "/v1/map",
+        summary="What in an image speaks for a class",
+        response_description="The map of one class.",
+        responses={200: {"model": schema.Map}, **failures},
+        openapi_extra=schema.body(1),
+    )
+    async def class_map(request: Request, label: Annotated[int, index]) -> Response:
+        return fast_json(await service.map(request, label))
+
+    if service.corrections is not None:
+
+        @app.post(
+            "/v1/corrections",
+            summary="Store a photo under its right class",
+            response_description="Where it is stored.",
+            responses={200: {"model": schema.Correction}, **failures, **schema.errors(403, 507)},
+            openapi_extra=schema.body(1),
+        )
+        async def correct(
+            request: Request, label: Annotated[int, index], x_requested_with: RequestedWith = None
+        ) -> Response:
+            if x_requested_with != CALLER:
+                raise RequestError(403, f"corrections need the header 'X-Requested-With: {CALLER}'")
+            return fast_json({"stored": await service.correct(request, label)})
+
     @app.get(
         "/v1/model",
         summary="The model and its sizes",
@@ -81,7 +120,33 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         responses=schema.errors(401, 421),
     )
     async def model() -> schema.ModelInfo:
-        return model_info(service.classifier, service.settings.name, service.limits)
+        settings, limits = service.settings, service.limits
+        return schema.ModelInfo(
+            **model_info(service.classifier, settings.name),
+            max_bytes=limits.max_bytes,
+            max_images=limits.max_images,
+            samples=len(settings.samples),
+            corrections=service.corrections is not None,
+            report=None if settings.report is None else settings.report.path,
+        )
+
+    @app.get(
+        "/v1/classes",
+        summary="The names of all classes",
+        response_description="In the order of their indices.",
+        responses={200: {"model": schema.Classes}, **schema.errors(401, 421)},
+    )
+    async def classes() -> Response:
+        return fast_json({"classes": service.classifier.labels})
+
+    @app.get(
+        "/v1/samples",
+        summary="Images to try",
+        response_description="Held-out images of the run, as thumbnails.",
+        responses={200: {"model": schema.Samples}, **schema.errors(401, 421)},
+    )
+    async def samples() -> Response:
+        return fast_json({"samples": [vars(sample) for sample in service.settings.samples]})
 
 
 def add_server_routes(app: FastAPI, service: Service) -> None:
@@ -121,6 +186,13 @@ def add_pages(app: FastAPI) -> None:
     app.get("/page/{name}", include_in_schema=False)(page)
     app.get("/", include_in_schema=False)(partial(page, "index.html"))
     app.get("/docs", include_in_schema=False)(partial(page, "docs.html"))
+
+
+def add_report(app: FastAPI, report: Report) -> None:
+    async def page() -> Response:
+        return ReportResponse(report)
+
+    app.get(report.path, include_in_schema=False, name="report")(page)
 
 
 def fast_json(value: Any) -> Response:

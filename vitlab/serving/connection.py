@@ -294,6 +294,10 @@ class Connection(asyncio.BufferedProtocol):
             events.append(h11.EndOfMessage())
             self.is_answered = True
         self.write(*events)
+        if not self.is_answered:  # the next piece of a long answer is sent when the client has read this one
+            if not await self.flush():
+                self.abort()
+            self.idle_since = None
 
     def write(self, *events: h11.Event) -> None:
         self.transport.write(b"".join(self.http.send(event) or b"" for event in events))

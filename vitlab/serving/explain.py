@@ -1,11 +1,12 @@
-"""What the page draws for one image, as JSON: the image the model saw, its attention, and the five steps.
+"""What the page draws for one image, as JSON: the image the model saw, class maps, attention, and the five steps.
 
-Attention maps are numbers that sum to 1 over the grid, colors are bytes from 0 to 255. So the answer of Ti/16 is below
+Maps are numbers that sum to 1 over the grid, colors are bytes from 0 to 255. So the answer of Ti/16 is below
 300 kB. Shapes: L attention layers, H heads, h and w patches down and across.
 """
 
 import base64
 import io
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from vitlab.analysis.class_map import class_map
 from vitlab.analysis.steps import five_steps
 from vitlab.data.transforms import normalize
 from vitlab.models.config import ViTConfig
@@ -20,19 +22,47 @@ from vitlab.models.resnet import ResNet
 from vitlab.plots.steps import Steps
 from vitlab.predict import Classifier
 from vitlab.predict.classifier import Scores
-from vitlab.serving.limits import Limits
-from vitlab.serving.schema import ModelInfo
 
-NO_STEPS = "This model is a ResNet: it applies convolutions to images and has no patches, tokens or attention to show."
+NO_STEPS = "This model is a ResNet: it applies convolutions to images, so it has no attention and no tokens to show."
 
 
-def compute_steps(classifier: Classifier, pixels: Tensor) -> tuple[Scores, Steps | None]:
-    """One image's scores and, for a transformer, the steps; for the thread that owns the model."""
+@dataclass(frozen=True)
+class ClassMap:
+    """What speaks for a class, on the grid of patches: values (h, w) that sum to 1, or are all 0."""
+
+    label: int
+    values: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is computed of one image; a ResNet has no steps."""
+
+    scores: Scores
+    map: ClassMap  # of the most probable class
+    steps: Steps | None
+
+
+def explain(classifier: Classifier, pixels: Tensor) -> Explanation:
+    """Explain one image of bytes (3, height, width); for the thread that owns the model, as all that runs it."""
     scores = classifier.scores(pixels[None])
+    best = compute_map(classifier, pixels, int(scores.probabilities[0].argmax()))
     if isinstance(classifier.model, ResNet):
-        return scores, None
+        return Explanation(scores, best, None)
     image = normalize(pixels[None].to(classifier.device), classifier.preprocess)[0]
-    return scores, five_steps(classifier.model, image)
+    return Explanation(scores, best, five_steps(classifier.model, image))
+
+
+def compute_map(classifier: Classifier, pixels: Tensor, label: int) -> ClassMap:
+    """The map of one class. Gradients are kept for one image at a time: the model's thread is the only one."""
+    image = normalize(pixels[None].to(classifier.device), classifier.preprocess)
+    values = class_map(classifier.model, image, label)[0].double().cpu().numpy()
+    total = float(values.sum())
+    return ClassMap(label, values / total if total > 0 else values)
+
+
+def map_to_json(classifier: Classifier, one: ClassMap) -> dict[str, Any]:
+    return {"index": one.label, "name": classifier.labels[one.label], "values": round_list(one.values)}
 
 
 def steps_to_json(pixels: Tensor, steps: Steps | None) -> dict[str, Any]:
@@ -51,7 +81,7 @@ def steps_to_json(pixels: Tensor, steps: Steps | None) -> dict[str, Any]:
     return {"picture": picture, "rollout": rollout, "attention": attention, "steps": colors, "reason": None}
 
 
-def round_list(values: NDArray[np.float32]) -> list[Any]:
+def round_list(values: NDArray[np.floating]) -> list[Any]:
     return values.astype(np.float64).round(6).tolist()
 
 
@@ -59,8 +89,8 @@ def color_list(values: NDArray[np.float32]) -> list[Any]:
     return (values * 255).round().astype(np.uint8).tolist()
 
 
-def model_info(classifier: Classifier, name: str, limits: Limits) -> ModelInfo:
-    """The answer of /v1/model."""
+def model_info(classifier: Classifier, name: str) -> dict[str, Any]:
+    """What /v1/model answers about the model."""
     config, model = classifier.model.config, classifier.model
     fields: dict[str, Any] = {"name": name, "parameters": sum(p.numel() for p in model.parameters())}
     fields |= {"classes": config.classes, "image_size": config.image_size}
@@ -73,4 +103,4 @@ def model_info(classifier: Classifier, name: str, limits: Limits) -> ModelInfo:
         fields |= {"width": config.width, "pool": config.pool, "positions": config.positions}
     else:
         fields |= {"kind": "resnet", "layers": 0, "heads": 0}
-    return ModelInfo(**fields, max_bytes=limits.max_bytes, max_images=limits.max_images)
+    return fields

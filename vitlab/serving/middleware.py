@@ -3,6 +3,7 @@
 import hmac
 import logging
 import time
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -23,6 +24,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(self), microphone=(), geolocation=()",
     "Cache-Control": "no-store",
 }
 PUBLIC = ("/", "/docs", "/openapi.json", "/healthz")  # without a token
@@ -35,8 +37,15 @@ class SecurityMiddleware:
     With a token, every path but the public ones requires it; without one, `hosts` decides which names are this server.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, token: str | None, hosts: AllowedHosts | None = None) -> None:
-        self.app, self.metrics, self.token, self.hosts = app, metrics, token, hosts
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        token: str | None,
+        hosts: AllowedHosts | None = None,
+        public: Sequence[str] = PUBLIC,
+    ) -> None:
+        self.app, self.metrics, self.token, self.hosts, self.public = app, metrics, token, hosts, public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -80,7 +89,7 @@ class SecurityMiddleware:
             raise RequestError(421, message)
 
     def check_token(self, scope: Scope) -> None:
-        if self.token is None or scope["path"] in PUBLIC or scope["path"].startswith("/page/"):
+        if self.token is None or scope["path"] in self.public or scope["path"].startswith("/page/"):
             return
         kind, _, token = Headers(scope=scope).get("authorization", "").encode("latin-1").partition(b" ")
         same = hmac.compare_digest(token.strip(), self.token.encode())  # takes as long whatever is wrong

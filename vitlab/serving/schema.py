@@ -33,6 +33,17 @@ class Predictions(BaseModel):
     images: list[Prediction] = Field(description="In the order they were sent.")
 
 
+class ClassMap(BaseModel):
+    index: int
+    name: str
+    values: list[list[float]] = Field(description="(h, w), sums to 1: what in the image speaks for the class.")
+
+
+class Map(BaseModel):
+    name: str = Field(description="The file's name, as it was sent.")
+    map: ClassMap
+
+
 class Steps(BaseModel):
     tokens: list[list[list[int]]] = Field(description="(h, w, 3): patch tokens as colors, 0 to 255.")
     positions: list[list[list[int]]] | None = Field(description="(h, w, 3): position embeddings as colors.")
@@ -41,6 +52,7 @@ class Steps(BaseModel):
 
 class Explanation(Prediction):
     picture: str = Field(description="What the model saw: a PNG in base64. All maps cover the same area.")
+    map: ClassMap = Field(description="Of the most probable class; /v1/map has those of others.")
     rollout: list[list[float]] | None = Field(description="(h, w), sums to 1: attention through all layers.")
     attention: list[list[list[list[float]]]] | None = Field(description="(L, H, h, w), each map sums to 1.")
     steps: Steps | None
@@ -68,6 +80,27 @@ class ModelInfo(BaseModel):
     axial: bool | None = None
     max_bytes: int
     max_images: int
+    samples: int = Field(description="How many images to try /v1/samples has.")
+    corrections: bool = Field(description="Whether /v1/corrections takes photos.")
+    report: str | None = Field(description="The path of the run's report.")
+
+
+class Classes(BaseModel):
+    classes: list[str] = Field(description="All class names; a class's index is its place here.")
+
+
+class Sample(BaseModel):
+    label: str = Field(description="Its class.")
+    kind: str = Field(description="jpeg or png.")
+    data: str = Field(description="The image in base64.")
+
+
+class Samples(BaseModel):
+    samples: list[Sample]
+
+
+class Correction(BaseModel):
+    stored: str = Field(description="The photo's path in the corrections folder.")
 
 
 class Health(BaseModel):
@@ -78,6 +111,7 @@ class Health(BaseModel):
 ERRORS = {
     400: "The request is not HTTP, or comes in too many tiny pieces.",
     401: "The token is missing or wrong.",
+    403: "The header 'X-Requested-With: vitlab' is missing.",
     408: "The body did not arrive in time.",
     413: "Too many bytes, images or pixels.",
     415: "The Content-Type is neither a form nor an image.",
@@ -86,6 +120,7 @@ ERRORS = {
     429: "Too many large or unusual pictures at once; try again after Retry-After seconds.",
     500: "The model failed on this batch.",
     503: "The queue is full, or the server is stopping; try again after Retry-After seconds.",
+    507: "The corrections folder or its disk is full.",
 }
 
 

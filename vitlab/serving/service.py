@@ -3,24 +3,28 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from fastapi import Request
 from torch import Tensor
 
+from vitlab.data.samples import Sample
 from vitlab.errors import UserError
 from vitlab.predict import Classifier
 from vitlab.predict.classifier import Scores
 from vitlab.serving.batcher import Batcher, BatcherClosed, QueueFull
+from vitlab.serving.corrections import Corrections
 from vitlab.serving.decoding import Decoders
-from vitlab.serving.explain import compute_steps, steps_to_json
+from vitlab.serving.explain import compute_map, explain, map_to_json, steps_to_json
 from vitlab.serving.limits import Limits, MemoryBudget, RequestError, try_again
 from vitlab.serving.metrics import Metrics
-from vitlab.serving.uploads import ClientDisconnected, receive_uploads
+from vitlab.serving.report import Report
+from vitlab.serving.uploads import ClientDisconnected, Upload, receive_uploads
 
 Result = TypeVar("Result")
 MAX_BODIES = 25  # of the largest size in memory at one time: by default half a gigabyte
@@ -38,6 +42,9 @@ class ServiceSettings:
     queue: int = 256
     processes: int | None = None  # that decode; as many as cores, up to 8
     limits: Limits = field(default_factory=Limits)
+    samples: Sequence[Sample] = ()  # that the page offers
+    report: Report | None = None
+    corrections: Path | None = None  # the folder for photos with the right class
 
 
 class Service:
@@ -45,9 +52,13 @@ class Service:
 
     def __init__(self, classifier: Classifier, settings: ServiceSettings) -> None:
         self.classifier, self.settings, self.limits = classifier, settings, settings.limits
+        classifier.model.requires_grad_(False)  # maps need gradients of activations, not of weights
         images, queue = self.limits.max_images, settings.queue
         if images > queue:
             raise UserError(f"a request of {images} images can never fit a queue of {queue}; make --queue larger")
+        if (folder := settings.corrections) is not None and classifier.thresholds is not None:
+            raise UserError("--corrections stores a photo under one class, and this model is multi-label; leave it out")
+        self.corrections = None if folder is None else Corrections(folder, classifier.labels)
         self.metrics = Metrics()
         self.budget = MemoryBudget(MAX_BODIES * self.limits.max_bytes)
         processes = settings.processes or min(8, os.cpu_count() or 1)
@@ -67,7 +78,7 @@ class Service:
         await asyncio.to_thread(self.decoders.start)
         blank = torch.zeros(3, *self.classifier.model.config.image_size, dtype=torch.uint8)
         await asyncio.wrap_future(self.batcher.submit(blank))
-        await asyncio.wrap_future(self.batcher.call(lambda: compute_steps(self.classifier, blank)))
+        await asyncio.wrap_future(self.batcher.call(lambda: explain(self.classifier, blank)))
 
     async def predict(self, request: Request) -> list[tuple[str, Scores]]:
         """Every image's name and scores."""
@@ -84,19 +95,38 @@ class Service:
 
     async def explain(self, request: Request) -> tuple[str, Scores, dict[str, Any]]:
         """The image's name, its scores, and the fields that the page draws."""
-        name, pixels = await self._receive_one(request)
+        async with self._receive_one(request) as (upload, pixels):
+            name = upload.name
         with batcher_errors():
-            future = self.batcher.call(lambda: compute_steps(self.classifier, pixels))
-        ((scores, steps),) = await gather_results(request, [future])
-        return name, scores, await asyncio.to_thread(steps_to_json, pixels, steps)
+            future = self.batcher.call(lambda: explain(self.classifier, pixels))
+        (found,) = await gather_results(request, [future])
+        fields = await asyncio.to_thread(steps_to_json, pixels, found.steps)
+        return name, found.scores, {"map": map_to_json(self.classifier, found.map), **fields}
 
-    async def _receive_one(self, request: Request) -> tuple[str, Tensor]:
+    async def map(self, request: Request, label: int) -> dict[str, Any]:
+        """The image's name and its map of one class."""
+        async with self._receive_one(request) as (upload, pixels):
+            name = upload.name
+        with batcher_errors():
+            future = self.batcher.call(lambda: compute_map(self.classifier, pixels, label))
+        (found,) = await gather_results(request, [future])
+        return {"name": name, "map": map_to_json(self.classifier, found)}
+
+    async def correct(self, request: Request, label: int) -> str:
+        """Store an image that can be read, as it was sent, under its right class; its path in the folder."""
+        assert self.corrections is not None  # else there is no route
+        async with self._receive_one(request) as (upload, _):
+            return await asyncio.to_thread(self.corrections.add, bytes(upload.data), label)
+
+    @contextlib.asynccontextmanager
+    async def _receive_one(self, request: Request) -> AsyncIterator[tuple[Upload, Tensor]]:
+        """The one image of a request and its pixels; its bytes are in memory until the block ends."""
         self.check_capacity()
         async with receive_uploads(request, self.limits, self.budget) as uploads:
             if len(uploads) > 1:
-                raise RequestError(422, f"one image is explained at a time, not {len(uploads)}; /v1/predict takes many")
+                raise RequestError(422, f"this takes one image at a time, not {len(uploads)}; /v1/predict takes many")
             (pixels,) = await run_while_connected(request, self.decoders.decode(uploads))
-            return uploads[0].name, pixels
+            yield uploads[0], pixels
 
     def check_capacity(self) -> None:
         """Refuse a request before its body is read where the server is stopping or the queue is full."""

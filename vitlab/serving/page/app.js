@@ -1,55 +1,69 @@
-// The page: sends a picture to the server and shows the answer. It stores nothing but the last answer and the token.
+// The page: sends pictures to the server and shows the answers. What it knows is in its memory, and gone with it.
 
-import { overlay, scale } from "/page/draw.js";
+import { offerCamera } from "/page/camera.js";
+import { correct, offerCorrection } from "/page/corrections.js";
+import { scale } from "/page/draw.js";
 import { element, percent, shortNumber } from "/page/format.js";
-import { sample } from "/page/sample.js";
-import { mean, showSteps } from "/page/steps.js";
+import * as look from "/page/look.js";
+import { fromBase64, prepare } from "/page/pictures.js";
+import { drawSample, drawnSample } from "/page/sample.js";
+import { ask, hasToken, send, setToken, Unauthorized } from "/page/server.js";
+import * as session from "/page/session.js";
+import { showSnippets } from "/page/snippets.js";
+import { showSteps } from "/page/steps.js";
 
 const at = (id) => document.getElementById(id);
-const state = { model: null, token: "", pending: null, answer: null, picture: null };
+const state = { model: null, classes: [], current: null, pending: null };
 const SHOWN_CLASSES = 5;
+const AT_ONCE = 4; // requests at one time for many pictures; the server makes batches of them
 
-// ---- requests
-
-class Unauthorized extends Error {}
-
-async function ask(path, options = {}) {
-  const headers = { ...options.headers };
-  if (state.token) headers.Authorization = `Bearer ${state.token}`;
-  let response;
-  try {
-    response = await fetch(path, { ...options, headers });
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new Error("The server does not answer. Is it still running?");
-  }
-  const answer = await response.json().catch(() => ({}));
-  if (response.status === 401) throw new Unauthorized("That is not this server's token.");
-  if (!response.ok) throw new Error(capitalize(answer.error || `The server answered with status ${response.status}`));
-  return answer;
-}
-
-const capitalize = (text) => text[0].toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
+// ---- the model
 
 async function start() {
   try {
     const health = await ask("/healthz");
-    if (health.token && !state.token) return askToken();
-    await loadModel();
+    if (health.token && !hasToken()) return askToken();
+    await loadModel(health.token);
   } catch (error) {
     fail(error);
   }
 }
 
-async function loadModel() {
-  const model = await ask("/v1/model");
-  state.model = model;
+async function loadModel(needsToken) {
+  const [model, { classes }] = await Promise.all([ask("/v1/model"), ask("/v1/classes")]);
+  Object.assign(state, { model, classes });
   const size = model.image_size.join(" × ");
   const facts = [model.name, `${shortNumber(model.parameters)} parameters`, `${model.classes.toLocaleString("en")} classes`, `${size} pixels`];
   at("model").textContent = facts.join(" · ");
   document.title = `${model.name} · vitlab`;
   at("token").hidden = true;
   at("ask").hidden = false;
+  at("report").hidden = model.report === null;
+  if (model.report) at("report").href = model.report;
+  if (model.corrections) at("stored").textContent = "Pictures are sent to this server, and stored there only if you correct an answer.";
+  for (const id of ["other-class", "right-class"]) at(id).replaceChildren(option("", "Choose …"), ...classes.map((name, i) => option(i, name)));
+  showSnippets(at("snippets"), location.origin, needsToken);
+  await offerSamples();
+}
+
+const option = (value, name) => element("option", { value }, name);
+
+async function offerSamples() {
+  const { samples } = state.model.samples ? await ask("/v1/samples") : { samples: [] };
+  const drawn = samples.length ? null : drawnSample(state.classes);
+  at("sample").hidden = !drawn;
+  at("samples").hidden = !samples.length;
+  if (drawn) at("sample").onclick = async () => show([await drawSample(drawn)], drawn.label);
+  at("sample-list").replaceChildren(...(await Promise.all(samples.map(sampleButton))));
+}
+
+async function sampleButton({ label, kind, data }) {
+  const file = fromBase64(data, kind, `${label}.${kind === "png" ? "png" : "jpg"}`);
+  const { thumb } = await prepare(file, state.model);
+  const frame = element("span", { className: "frame", ariaHidden: "true" }, ...(thumb ? [thumb] : []));
+  const button = element("button", { type: "button", className: "picture" }, frame, element("span", { className: "name" }, label));
+  button.addEventListener("click", () => show([file], label));
+  return element("li", {}, button);
 }
 
 function askToken() {
@@ -58,11 +72,21 @@ function askToken() {
   at("token-value").focus();
 }
 
+// A picture without an answer: the one on the page would be taken for it.
 function fail(error) {
-  if (error.name === "AbortError") return;
+  hideAnswer();
+  complain(error);
+}
+
+function hideAnswer() {
+  document.body.classList.remove("has-result");
+  at("result").hidden = true;
+}
+
+function complain(error) {
   document.body.classList.remove("busy");
   if (error instanceof Unauthorized) {
-    state.token = "";
+    setToken("");
     askToken();
   }
   at("status").textContent = "";
@@ -70,45 +94,78 @@ function fail(error) {
   at("error").hidden = false;
 }
 
-// ---- one picture
+// ---- pictures: the first one is shown, the others are answered meanwhile and listed
 
-async function show(file) {
-  if (!file || !state.model) return;
+async function show(files, truth = null) {
+  if (!files.length || !state.model) return;
+  const [first, ...others] = session.add(files, truth, choose);
+  const shown = choose(first);
+  const waiting = others.values();
+  const worker = async () => {
+    for (const one of waiting) await predict(one);
+  };
+  await Promise.all([shown, ...Array.from({ length: AT_ONCE }, worker)]);
+}
+
+async function choose(one) {
   state.pending?.abort();
   const pending = (state.pending = new AbortController());
+  state.current = one;
   at("error").hidden = true;
+  const start = performance.now();
   try {
-    if (file.size > state.model.max_bytes) {
-      throw new Error(`${file.name} has ${shortNumber(file.size)}B; this server takes up to ${shortNumber(state.model.max_bytes)}B.`);
-    }
     document.body.classList.add("busy");
-    at("status").textContent = `Looking at ${file.name} …`;
-    const form = new FormData();
-    form.append("image", file, file.name || "pasted picture");
-    const start = performance.now();
-    const count = state.model.multi_label ? "" : `?top_k=${SHOWN_CLASSES}`; // by default those that it finds
-    const answer = await ask(`/v1/explain${count}`, { method: "POST", body: form, signal: pending.signal });
-    const picture = await decodePicture(answer.picture);
-    if (pending.signal.aborted) return;
-    Object.assign(state, { answer, picture });
-    showAnswer(Math.round(performance.now() - start));
+    at("status").textContent = `Looking at ${one.name} …`;
+    refreshSession();
+    if (!one.explanation) {
+      await ready(one);
+      one.explanation = await send(`/v1/explain${count()}`, one.file, { signal: pending.signal });
+      one.answer = one.explanation;
+      one.maps.set(one.answer.map.index, one.answer.map);
+      one.seconds = (performance.now() - start) / 1000;
+    }
+    const picture = await createImageBitmap(fromBase64(one.explanation.picture, "png", one.name));
+    if (!pending.signal.aborted) showAnswer(one, picture);
   } catch (error) {
+    if (error.name === "AbortError") return predict(one); // another one is shown by now
+    one.error = error.message;
     if (state.pending === pending) fail(error);
   }
+  refreshSession();
 }
 
-function decodePicture(base64) {
-  const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
-  return createImageBitmap(new Blob([bytes], { type: "image/png" }));
+async function predict(one) {
+  if (one.answer || !session.pictures.includes(one)) return;
+  try {
+    await ready(one);
+    refreshSession();
+    const { images } = await send(`/v1/predict${count()}`, one.file);
+    one.answer ??= images[0];
+  } catch (error) {
+    one.error = error.message;
+  }
+  refreshSession();
 }
 
-function showAnswer(milliseconds) {
-  const { model, answer, picture } = state;
+async function ready(one) {
+  one.error = null;
+  if (!one.file) Object.assign(one, await prepare(one.source, state.model));
+  one.source = one.file; // the large original may go
+}
+
+const count = () => (state.model.multi_label ? "" : `?top_k=${SHOWN_CLASSES}`); // by default those that it finds
+const refreshSession = () => session.refresh(state.current);
+
+// ---- the answer
+
+function showAnswer(one, picture) {
+  const { model, classes } = state;
+  const answer = one.explanation;
   const top = headline(model, answer);
   document.body.classList.remove("busy");
   document.body.classList.add("has-result");
   at("result").hidden = false;
-  at("status").textContent = `${answer.name}: ${[top.name, top.number].filter(Boolean).join(", ")}.`;
+  at("status").textContent = `${one.name}: ${[top.name, top.number].filter(Boolean).join(", ")}.`;
   at("answer").classList.toggle("refused", answer.refused === true);
   at("nearest").hidden = !answer.refused;
   at("bars").ariaLabel = answer.refused ? "The classes it resembles most" : "The most probable classes";
@@ -116,16 +173,13 @@ function showAnswer(milliseconds) {
   at("top-probability").textContent = top.number;
   at("top-probability").dataset.value = top.probability;
   at("bars").replaceChildren(...answer.classes.map(bar));
-  at("footnote").textContent = `${answer.name}, answered in ${milliseconds.toLocaleString("en")} ms.`;
-  const explained = answer.attention !== null;
-  for (const id of ["controls", "legend", "walk"]) at(id).hidden = !explained;
-  at("look-title").textContent = explained ? "Where it looks" : "What it sees";
-  if (explained) {
-    at("layer").max = answer.attention.length;
-    at("head").max = answer.attention[0].length;
-    showSteps(at("steps"), model, answer, picture);
-  }
-  showAttention();
+  at("other").hidden = answer.classes.length === classes.length;
+  at("footnote").textContent = footnote(one);
+  at("walk").hidden = answer.attention === null;
+  if (answer.attention) showSteps(at("steps"), model, answer, picture);
+  offerCorrection(model, one);
+  look.showPicture({ model, answer, picture });
+  markClass();
 }
 
 // The best class, all that a multi-label model finds, or that it is none of them.
@@ -137,75 +191,88 @@ function headline(model, { classes, refused }) {
   return { name, probability: best?.probability ?? 0, number: classes.length === 1 ? percent(best.probability) : "" };
 }
 
-function bar({ name, probability }) {
-  const fill = element("div", { className: "fill" });
+function footnote(one) {
+  const known = one.truth === null ? "" : ` Its class in the data: ${one.truth}.`;
+  return `${one.name}, answered in ${one.seconds.toFixed(2)} s.${known}`;
+}
+
+function bar({ index, name, probability }) {
+  const fill = element("span", { className: "fill" });
   fill.style.width = `${probability * 100}%`;
-  const track = element("div", { className: "track", ariaHidden: "true" }, fill);
+  const track = element("span", { className: "track", ariaHidden: "true" }, fill);
   const words = [element("span", { className: "name" }, name), element("span", { className: "number" }, percent(probability))];
-  return element("li", { className: "bar" }, ...words, track);
+  const button = element("button", { type: "button", className: "bar" }, ...words, track);
+  button.dataset.index = index;
+  button.addEventListener("click", () => showMap(index));
+  return element("li", {}, button);
 }
 
-// ---- attention
+// ---- the map of a class
 
-function showAttention() {
-  const { answer, picture } = state;
-  if (!answer) return;
-  const map = answer.attention && selectedMap();
-  overlay(at("overlay"), picture, map, at("strength").value / 100);
-  if (!map) {
-    at("overlay").setAttribute("aria-label", "The picture as the model sees it.");
-    at("look-words").textContent = answer.reason;
-    return;
+async function showMap(index) {
+  const one = state.current;
+  try {
+    if (!one.maps.has(index)) {
+      document.body.classList.add("busy");
+      at("status").textContent = `Looking for what speaks for ${state.classes[index]} …`;
+      const { map } = await send(`/v1/map?label=${index}`, one.file);
+      one.maps.set(index, map);
+    }
+    if (one !== state.current) return;
+    document.body.classList.remove("busy");
+    look.showClass(one.maps.get(index));
+    markClass();
+    at("status").textContent = `${at("map-title").textContent}. ${at("look-words").textContent}`;
+  } catch (error) {
+    if (one === state.current) complain(error);
   }
-  const words = describeMap(map);
-  at("overlay").setAttribute("aria-label", `The picture with ${words}`);
-  at("look-words").textContent = words[0].toUpperCase() + words.slice(1);
 }
 
-function selectedMap() {
-  const { answer } = state;
-  const [layer, head] = [Number(at("layer").value), Number(at("head").value)];
-  at("head").disabled = layer === 0;
-  setOutput("layer", layer === 0 ? "all layers (rollout)" : layerName(layer));
-  setOutput("head", layer === 0 || head === 0 ? "mean of heads" : `${head} of ${answer.attention[0].length}`);
-  setOutput("strength", `${at("strength").value} %`);
-  if (layer === 0) return answer.rollout;
-  return head === 0 ? mean(answer.attention[layer - 1]) : answer.attention[layer - 1][head - 1];
-}
-
-function layerName(layer) {
-  const { model, answer } = state;
-  if (!model.axial) return `${layer} of ${answer.attention.length}`;
-  return `block ${Math.ceil(layer / 2)}, ${layer % 2 ? "rows" : "columns"}`;
-}
-
-function setOutput(id, words) {
-  at(`${id}-word`).textContent = words;
-  at(id).setAttribute("aria-valuetext", words);
-}
-
-// The map as text, for screen readers.
-function describeMap(map) {
-  const cells = map.flatMap((row, y) => row.map((value, x) => ({ value, x, y }))).sort((a, b) => b.value - a.value);
-  const { x, y } = cells[0];
-  const tenth = Math.max(1, Math.round(cells.length / 10));
-  const held = cells.slice(0, tenth).reduce((sum, cell) => sum + cell.value, 0);
-  const most = tenth > 1 ? `the strongest ${tenth} hold` : "it holds";
-  const grid = `${map.length} × ${map[0].length} patches`;
-  return `the most attention in row ${y + 1}, column ${x + 1} of ${grid}; ${most} ${percent(held)} of it.`;
+// Which class the map is of; none while it shows attention.
+function markClass() {
+  const shown = look.view.kind === "class" ? look.view.map.index : null;
+  const bars = [...document.querySelectorAll("#bars .bar")];
+  for (const button of bars) button.setAttribute("aria-pressed", Number(button.dataset.index) === shown);
+  const isListed = shown === null || bars.some((button) => Number(button.dataset.index) === shown);
+  at("other-class").value = isListed ? "" : shown;
 }
 
 // ---- events
 
-for (const id of ["layer", "head", "strength"]) at(id).addEventListener("input", showAttention);
-at("file").addEventListener("change", (event) => {
-  show(event.target.files[0]);
-  event.target.value = ""; // so that the same file can be chosen again
+for (const id of ["layer", "head", "strength"]) at(id).addEventListener("input", look.draw);
+for (const kind of ["class", "attention"]) {
+  at(`kind-${kind}`).addEventListener("change", () => {
+    look.setKind(kind);
+    look.draw();
+    markClass();
+  });
+}
+at("larger").addEventListener("click", ({ target }) => {
+  target.setAttribute("aria-pressed", at("pair").classList.toggle("stacked"));
 });
-at("sample").addEventListener("click", async () => state.model && show(await sample(state.model.image_size)));
+at("other-class").addEventListener("change", ({ target }) => target.value !== "" && showMap(Number(target.value)));
+at("correct-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  correct(state.classes);
+});
+at("file").addEventListener("change", ({ target }) => {
+  show([...target.files]);
+  target.value = ""; // so that the same file can be chosen again
+});
+at("forget").addEventListener("click", () => {
+  session.forget();
+  state.pending?.abort();
+  state.current = null;
+  hideAnswer();
+  document.body.classList.remove("busy");
+  at("error").hidden = true;
+  at("status").textContent = "This page has forgotten them.";
+  refreshSession();
+  at("file").focus();
+});
 at("token").addEventListener("submit", (event) => {
   event.preventDefault();
-  state.token = at("token-value").value;
+  setToken(at("token-value").value);
   at("token-value").value = "";
   at("error").hidden = true;
   start();
@@ -219,17 +286,19 @@ addEventListener("drop", (event) => {
   event.preventDefault();
   entered = 0;
   document.body.classList.remove("dragging");
-  showFirst(event.dataTransfer);
+  showData(event.dataTransfer);
 });
 addEventListener("paste", (event) => {
-  if (event.clipboardData.files.length) showFirst(event.clipboardData);
+  if (event.clipboardData.files.length) showData(event.clipboardData);
 });
 
-function showFirst(data) {
-  const file = [...data.files].find((one) => one.type.startsWith("image/")) ?? data.files[0];
-  if (file) show(file);
-  else fail(new Error("That is not a file. Drop a picture from a folder, or save it first."));
+// The pictures of what was dropped or pasted; browsers give no type to some, and a single file is sent in any case.
+function showData({ files }) {
+  const pictures = [...files].filter((one) => one.type === "" || one.type.startsWith("image/"));
+  if (files.length) show(pictures.length ? pictures : [files[0]]);
+  else complain(new Error("That is not a file. Drop a picture from a folder, or save it first."));
 }
 
 scale(at("scale"));
+offerCamera((file) => show([file]), complain);
 start();

@@ -7,8 +7,10 @@ const VIRIDIS = [
 ].map((hex) => [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16)));
 const SIDE = 720; // longer side of the large canvas, in its own pixels
 const FINE = 12; // a map is drawn with this many points a patch
-const DIM = 0.25; // how much darker the picture gets under a map of full strength
-const MOST = 0.85; // opacity of that map
+const DIM = 0.2; // how much darker the picture gets under a map of full strength
+const FADED = 0.75; // how much of its color it loses there
+const MOST = 0.85; // opacity of that map where it is strongest; where it is weak the picture shows through
+const KNEE = 0.35; // share of the maximum from where the map is that opaque
 
 export function viridis(share) {
   const place = Math.min(Math.max(share, 0), 1) * (VIRIDIS.length - 1);
@@ -23,13 +25,13 @@ function newCanvas(width, height) {
   return canvas;
 }
 
-// A canvas of width x height whose pixels are color(x, y), three bytes each.
+// A canvas of width x height whose pixels are color(x, y), three or four bytes each.
 export function painted(width, height, color, canvas = newCanvas(width, height)) {
   const pixels = new ImageData(width, height);
   for (let y = 0, at = 0; y < height; y++) {
     for (let x = 0; x < width; x++, at += 4) {
-      pixels.data.set(color(x, y), at);
       pixels.data[at + 3] = 255;
+      pixels.data.set(color(x, y), at);
     }
   }
   canvas.getContext("2d").putImageData(pixels, 0, 0);
@@ -44,12 +46,17 @@ export function colors(grid) {
 }
 
 export function scale(canvas) {
-  painted(canvas.width, 1, (x) => viridis(x / (canvas.width - 1)), canvas);
+  painted(canvas.width, 1, (x) => veil(x / (canvas.width - 1)), canvas);
 }
 
-function scaled(map) {
+// The color of a share of the maximum, the more transparent the smaller.
+function veil(share) {
+  return [...viridis(share), Math.round(255 * MOST * Math.min(1, share / KNEE) ** 1.5)];
+}
+
+function scaled(map, fromZero = false) {
   const all = map.flat();
-  const low = Math.min(...all);
+  const low = fromZero ? 0 : Math.min(...all);
   const span = Math.max(...all) - low;
   return map.map((row) => row.map((value) => (span > 0 ? (value - low) / span : 0)));
 }
@@ -61,8 +68,8 @@ export function heat(map) {
 }
 
 // The same drawn smoothly: values between the patches' centers are linear, and then become colors.
-function smooth(map) {
-  const share = scaled(map);
+function smooth(map, fromZero) {
+  const share = scaled(map, fromZero);
   const [h, w] = [map.length, map[0].length];
   const fine = Math.max(2, Math.min(FINE, Math.floor(SIDE / Math.max(h, w))));
   const at = (place, length) => {
@@ -75,7 +82,7 @@ function smooth(map) {
     const [y0, y1, v] = at(y, h);
     const top = share[y0][x0] * (1 - u) + share[y0][x1] * u;
     const bottom = share[y1][x0] * (1 - u) + share[y1][x1] * u;
-    return viridis(top * (1 - v) + bottom * v);
+    return veil(top * (1 - v) + bottom * v);
   });
 }
 
@@ -90,16 +97,20 @@ function prepare(canvas, picture, side) {
   return context;
 }
 
-// The picture with a map over it. Under the map it is grey and darker, so that color and light are the map's.
-export function overlay(canvas, picture, map, strength) {
+export function photo(canvas, picture) {
   const context = prepare(canvas, picture, SIDE);
   context.drawImage(picture, 0, 0, canvas.width, canvas.height);
-  if (!map) return;
-  cover(context, "#000", strength, "saturation");
+  return context;
+}
+
+// The picture with a map over it. Under the map it is grayish and darker, so that color and light are the map's.
+export function overlay(canvas, picture, map, strength, fromZero) {
+  const context = photo(canvas, picture);
+  cover(context, "#000", strength * FADED, "saturation");
   cover(context, "#000", strength * DIM, "source-over");
-  context.globalAlpha = strength * MOST;
+  context.globalAlpha = strength;
   context.imageSmoothingEnabled = true;
-  context.drawImage(smooth(map), 0, 0, canvas.width, canvas.height);
+  context.drawImage(smooth(map, fromZero), 0, 0, canvas.width, canvas.height);
   context.globalAlpha = 1;
 }
 

@@ -1,14 +1,22 @@
-// A picture to try, drawn here: a digit for models of tiny pictures, a daisy for the others.
+// A picture to try where a run has none of its own, drawn here: a digit for models of digits, a daisy for those that
+// know daisies. For other models there is none: whatever they said of it would be wrong.
 
-export function sample(size) {
+import { toFile } from "/page/pictures.js";
+
+const DIGITS = [...Array(10).keys()].map(String);
+
+// The drawing and its class; null where this model knows neither.
+export function drawnSample(classes) {
+  if (DIGITS.every((name) => classes.includes(name)) && classes.length === 10) return { draw: digit, label: "3" };
+  const label = classes.find((name) => name.toLowerCase() === "daisy");
+  return label ? { draw: daisy, label } : null;
+}
+
+export function drawSample({ draw, label }) {
   const canvas = document.createElement("canvas");
   canvas.width = canvas.height = 448;
-  const context = canvas.getContext("2d");
-  if (Math.max(...size) < 64) digit(context);
-  else daisy(context);
-  return new Promise((done) => {
-    canvas.toBlob((blob) => done(new File([blob], "sample.png", { type: "image/png" })), "image/png");
-  });
+  draw(canvas.getContext("2d"));
+  return toFile(canvas, `${label}.png`, "png");
 }
 
 function digit(context) {
