@@ -21,6 +21,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import vitlab
+from vitlab.analysis.class_map import class_map
 from vitlab.cli import app
 from vitlab.cost import cost
 from vitlab.data.open import open_data
@@ -163,13 +164,10 @@ def test_mistakes_show_the_digit_and_where_the_model_looked(run: Path, page: Pag
     shown, looked = pixels(images[0]).astype(float), pixels(images[1]).astype(float)
     side = shown.shape[0] // 8
     assert np.abs(shown.reshape(8, side, 8, side, 3).mean((1, 3)) - digit).max() < 12  # JPEG
-    maps = vitlab.attention(vitlab.load(run), torch.from_numpy(digit / 127.5 - 1).permute(2, 0, 1)[None].float())
-    through = np.eye(17)
-    for one in maps:
-        through = (one[0].mean(0).numpy() + np.eye(17)) / 2 @ through
-    grid = through[0, 1:].reshape(4, 4)
+    image = torch.from_numpy(digit / 127.5 - 1).permute(2, 0, 1)[None].float()
+    grid = class_map(vitlab.load(run), image, int(guess[first]))[0].numpy()
     large = digit.repeat(side, 0).repeat(side, 1) / 255
-    assert np.abs(looked / 255 - overlay(large, grid / grid.sum())).mean() < 0.02
+    assert np.abs(looked / 255 - overlay(large, grid)).mean() < 0.02
 
 
 def test_the_recipe_is_described(page: Page) -> None:

@@ -137,8 +137,8 @@ class Frozen:
     """A block in numpy, whose attention, norms' scales and GELU's slopes stay those of the first input."""
 
     def __init__(self, block: Any) -> None:
-        self.block, self.kept = block, []
-        self.step = 0
+        self.block, self.step = block, 0
+        self.kept: list[np.ndarray] = []
 
     def keep(self, value: np.ndarray) -> np.ndarray:
         """The value that was computed here for the first input."""
@@ -244,7 +244,8 @@ def test_compiled(randomize: Fill) -> None:
     torch._dynamo.reset()
     model, images = prepare("plain", randomize)
     expected = class_map(model, images, 1)
-    torch.testing.assert_close(class_map(torch.compile(model, backend="eager"), images, 1), expected)
+    compiled: Any = torch.compile(model, backend="eager")
+    torch.testing.assert_close(class_map(compiled, images, 1), expected)
 
 
 def test_errors(randomize: Fill) -> None:

@@ -135,7 +135,7 @@ class Gallery:
         if "classes" in self.figures and self.model.head is not None:
             found = find_class_maps(self.model, image, self.classes)
             arrays |= vars(found)
-            names = [class_names(self.model)[k] for k in found.classes]
+            names = [class_names(self.model)[k] for k in found.classes.tolist()]
             drawn = inside.classes_figure(arrays["pixels"], found.class_maps, names, found.probabilities.tolist())
             self.write_figure(f"{name}/classes", drawn)
         of_attention = [figure for figure in OF_ATTENTION if figure in self.figures]

@@ -41,13 +41,13 @@ def held_logits(model: ViT, x: Tensor, start: int) -> Tensor:
     if model.prelogits is not None:
         x = held(torch.tanh, model.prelogits(x))
     assert model.head is not None
-    logits: Tensor = model.head(x)
-    return logits
+    return model.head(x)
 
 
 def add_positions(model: ViT, x: Tensor, layer: int) -> Tensor:
-    placed = model.positions is not None and (layer == 0 or model.config.placement != "stem")
-    return x + model.positions(layer) if placed else x
+    if model.positions is None or (layer > 0 and model.config.placement == "stem"):
+        return x
+    return x + model.positions(layer)
 
 
 # ---- the parts

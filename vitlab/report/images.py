@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitlab.analysis.attention import each_attention
-from vitlab.analysis.rollout import rollout, to_grid
+from vitlab.analysis.class_map import class_map
 from vitlab.data.source import ImageSource
 from vitlab.data.transforms import eval_pixels, normalize
 from vitlab.device import pick_device
@@ -125,9 +124,9 @@ def worst_mistakes(
 
 @torch.no_grad()
 def overlay_attention(model: ViT, pixels: torch.Tensor, image: Bytes) -> Bytes:
-    """The attention rollout of an image's pixels (3, h, w), in colors over the image as the page shows it."""
+    """The evidence for the predicted class in pixels (3, h, w), in colors over the image as the page shows it."""
     images = normalize(pixels[None], model.card.preprocess).to(next(model.parameters()).dtype)
-    grid = to_grid(model, rollout(each_attention(model, images)))[0].float().cpu().numpy()
+    grid = class_map(model, images, model(images).argmax(1))[0].float().cpu().numpy()
     return (255 * overlay(image / 255, grid)).round().clip(0, 255).astype(np.uint8)
 
 
