@@ -21,7 +21,7 @@ FILES = {
     "runs/pets": run(),
     "cat.jpg": photo,
 }
-NAMES = [*sorted({*vitlab.__all__} - {"UserError"}), "predict.Classifier"]
+NAMES = sorted({*vitlab.__all__} - {"UserError"})
 DESCRIBED = {
     "create": ("Args:", "Returns:", "Raises:", "Settings:"),
     "load": ("Args:", "Returns:", "Raises:", "Settings:"),

@@ -23,7 +23,7 @@ from vitlab.errors import UserError
 if TYPE_CHECKING:
     from vitlab.analysis.attention import attention
     from vitlab.models.variants import build, create
-    from vitlab.predict.classifier import Classifier, Prediction
+    from vitlab.prediction.classifier import Classifier, Prediction
     from vitlab.weights.convert import convert
     from vitlab.weights.load import load
     from vitlab.weights.save import save
@@ -32,8 +32,8 @@ __version__ = "0.1.0"
 __all__ = ["Classifier", "Prediction", "UserError", "attention", "build", "convert", "create", "load", "save"]
 
 _MODULES = {
-    "Classifier": "vitlab.predict.classifier",
-    "Prediction": "vitlab.predict.classifier",
+    "Classifier": "vitlab.prediction.classifier",
+    "Prediction": "vitlab.prediction.classifier",
     "attention": "vitlab.analysis.attention",
     "build": "vitlab.models.variants",
     "convert": "vitlab.weights.convert",

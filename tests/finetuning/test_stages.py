@@ -19,7 +19,7 @@ from vitlab.finetuning import finetune, run
 from vitlab.finetuning.budget import ENOUGH, LEAST, Budget
 from vitlab.finetuning.head import FrozenFeatures, fit_heads, set_head
 from vitlab.finetuning.plan import Plan, make_plan
-from vitlab.predict import Classifier
+from vitlab.prediction import Classifier
 from vitlab.training.stages import read_stages
 
 QUIET = Console(quiet=True)

@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 import vitlab
 from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
-from vitlab.predict import Classifier
+from vitlab.prediction import Classifier
 from vitlab.serving.app import create_app
 from vitlab.serving.limits import Limits
 from vitlab.serving.service import Service, ServiceSettings

@@ -18,8 +18,8 @@ from vitlab.data.transforms import normalize
 from vitlab.models.config import ViTConfig
 from vitlab.models.resnet import ResNet
 from vitlab.plots.steps import Steps
-from vitlab.predict import Classifier
-from vitlab.predict.classifier import Scores
+from vitlab.prediction import Classifier
+from vitlab.prediction.classifier import Scores
 from vitlab.serving.limits import Limits
 from vitlab.serving.schema import ModelInfo
 

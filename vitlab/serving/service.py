@@ -13,8 +13,8 @@ from fastapi import Request
 from torch import Tensor
 
 from vitlab.errors import UserError
-from vitlab.predict import Classifier
-from vitlab.predict.classifier import Scores
+from vitlab.prediction import Classifier
+from vitlab.prediction.classifier import Scores
 from vitlab.serving.batcher import Batcher, BatcherClosed, QueueFull
 from vitlab.serving.decoding import Decoders
 from vitlab.serving.explain import compute_steps, steps_to_json

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from vitlab.data.workers import AHEAD, BrokenEntry, EvalReader, chunk_size, read_batches
-from vitlab.predict.classifier import Classifier, Prediction, Scores
-from vitlab.predict.inputs import Inputs
+from vitlab.prediction.classifier import Classifier, Prediction, Scores
+from vitlab.prediction.inputs import Inputs
 
 BATCH = {"cuda": 256, "mps": 64}
 CPU_BATCH = 16
