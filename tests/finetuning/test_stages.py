@@ -15,10 +15,11 @@ from vitlab.data.open import open_data
 from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import evaluate
 from vitlab.evaluation.extract import extract
-from vitlab.finetuning import finetune, run
+from vitlab.finetuning import run
 from vitlab.finetuning.budget import ENOUGH, LEAST, Budget
 from vitlab.finetuning.head import FrozenFeatures, fit_heads, set_head
 from vitlab.finetuning.plan import Plan, make_plan
+from vitlab.finetuning.run import run_stages
 from vitlab.prediction import Classifier
 from vitlab.training.stages import read_stages
 
@@ -46,7 +47,7 @@ def accuracy(folder: Path, source: Any) -> float:
 
 
 def test_a_head_alone_where_time_is_short(tmp_path: Path, weights: str) -> None:
-    done = finetune(plan_for(weights, minutes=1e-6), tmp_path / "run", console=QUIET)
+    done = run_stages(plan_for(weights, minutes=1e-6), tmp_path / "run", console=QUIET)
     assert done.stages.steps == 0
     assert done.stages.finished
     assert done.report is not None
@@ -58,10 +59,10 @@ def test_a_head_alone_where_time_is_short(tmp_path: Path, weights: str) -> None:
 @pytest.mark.slow
 def test_the_better_stage_is_kept(tmp_path: Path, weights: str) -> None:
     plan = plan_for(weights, "steps=3", "lr=10")  # a rate at which nothing is left of the weights
-    bad = finetune(plan, tmp_path / "bad", console=QUIET)
+    bad = run_stages(plan, tmp_path / "bad", console=QUIET)
     assert bad.stages.tuned is not None
     assert bad.stages.tuned < bad.stages.head
-    good = finetune(plan_for(weights, "steps=3", "lr=0"), tmp_path / "good", console=QUIET)
+    good = run_stages(plan_for(weights, "steps=3", "lr=0"), tmp_path / "good", console=QUIET)
     assert accuracy(tmp_path / "bad", plan.data.test) > 0.6
     assert good.stages.tuned == pytest.approx(accuracy(good.folder / "start", plan.data.validation))  # unchanged
     records = [json.loads(line) for line in (tmp_path / "good" / "log.jsonl").read_text().splitlines()]
@@ -83,17 +84,17 @@ def test_a_run_killed_after_the_first_stage_is_usable_and_continues(
     with monkeypatch.context() as patch:
         patch.setattr(run, "train", killed)
         with pytest.raises(Killed):
-            finetune(plan_for(weights, "steps=4"), out, console=QUIET)
+            run_stages(plan_for(weights, "steps=4"), out, console=QUIET)
     assert "validation images right" in (out / "report.html").read_text()
     assert Classifier(str(out), "cpu").labels == plan_for(weights).data.classes
     with pytest.raises(UserError, match="continue it with --resume"):
-        finetune(plan_for(weights, "steps=4"), out, console=QUIET)
+        run_stages(plan_for(weights, "steps=4"), out, console=QUIET)
     before = read_stages(out)
-    done = finetune(plan_for(weights, "steps=4"), out, resume=True, console=QUIET)
+    done = run_stages(plan_for(weights, "steps=4"), out, resume=True, console=QUIET)
     assert before is not None
     assert done.stages == dataclasses.replace(before, tuned=done.stages.tuned, spent=done.stages.spent, finished=True)
     assert "test images right" in (out / "report.html").read_text()
-    again = finetune(plan_for(weights, "steps=4"), tmp_path / "again", console=QUIET)
+    again = run_stages(plan_for(weights, "steps=4"), tmp_path / "again", console=QUIET)
     assert again.stages.tuned == done.stages.tuned
     first, second = (vitlab.load(folder).state_dict() for folder in (out, tmp_path / "again"))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -8,7 +8,7 @@ from typer import Argument
 
 from vitlab.cli.app import console, verb
 from vitlab.cli.options import AcceptDataChanges, Out, RecipeSettings, Resume
-from vitlab.cli.runs import STOPPED_EARLY, train_and_report
+from vitlab.cli.training import STOPPED_EARLY, train_and_report
 from vitlab.errors import UserError
 from vitlab.signals import stoppable
 

@@ -51,13 +51,13 @@ class Finetuned:
     report: Report | None  # None: it could not be written
 
 
-def finetune(
+def run_stages(
     plan: Plan, out: Path, *, resume: bool = False, accept: bool = False, console: Console | None = None
 ) -> Finetuned:
     """Run the stages of a plan in the folder `out`, or continue them with `resume`."""
     began, console = time.monotonic(), console or Console()
     with process_group(plan.recipe.device) as cluster:
-        run = Run(plan, out, cluster, console, began, accept)
+        run = StagedRun(plan, out, cluster, console, began, accept)
         stages = cluster.agree(lambda: run.begin(resume))
         if stages.steps and stages.tuned is None:
             stages = run.tune(stages)
@@ -65,7 +65,7 @@ def finetune(
 
 
 @dataclass(frozen=True)
-class Run:
+class StagedRun:
     """The stages of one run, in its folder."""
 
     plan: Plan

@@ -1,29 +1,23 @@
 """Train by a recipe, print the result and write the report: shared by demo, train and finetune."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from vitlab.cli.app import console
 from vitlab.errors import UserError
+from vitlab.report.make import write_report
 from vitlab.signals import stoppable
-
-if TYPE_CHECKING:
-    from vitlab.training.loop import TrainResult
-    from vitlab.training.recipe import Recipe
-
-STOPPED_EARLY = "stopped before the first step; the same command starts again"
+from vitlab.terminal import Terminal
+from vitlab.text import duration
+from vitlab.training.loop import TrainResult, train
+from vitlab.training.recipe import Recipe
 
 
-def train_and_report(recipe: "Recipe", out: Path, resume: bool, accept: bool = False) -> None:
+def train_and_report(recipe: Recipe, out: Path, resume: bool, accept: bool, console: Terminal) -> None:
     """Train into `out`, print the test scores and write report.html."""
-    write_run_report(train_run(recipe, out, resume, accept), recipe.device)
+    write_run_report(train_run(recipe, out, resume, accept, console), recipe.device, console)
 
 
-def train_run(recipe: "Recipe", out: Path, resume: bool, accept: bool) -> "TrainResult":
+def train_run(recipe: Recipe, out: Path, resume: bool, accept: bool, console: Terminal) -> TrainResult:
     """Train, and print the test scores; of several processes only the first one prints."""
-    from vitlab.text import duration
-    from vitlab.training.loop import train
-
     result = train(recipe, out, resume=resume, accept_data_changes=accept, console=console)
     if result.first:
         shares = ("accuracy", "accuracy5", "map")
@@ -33,14 +27,12 @@ def train_run(recipe: "Recipe", out: Path, resume: bool, accept: bool) -> "Train
     return result
 
 
-def write_run_report(result: "TrainResult", device: str) -> None:
+def write_run_report(result: TrainResult, device: str, console: Terminal) -> None:
     """Write the report of a finished run. The model is saved by now: an error here is a note.
 
     Only the first of several processes does so, after the process group has ended: it takes a while, and no other
     process should wait for it.
     """
-    from vitlab.report import write_report
-
     if not result.first:
         return
     later = f"`vitlab report {result.folder}` writes it later"
