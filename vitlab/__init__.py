@@ -6,6 +6,7 @@
 
 - `finetune`, `Run`: a classifier of your own photos, and the folder it is in
 - `predict`, `Classifier`, `Prediction`: the classes of files, PIL images, arrays and tensors
+- `embed`, `search`: the features of every image of a set as a file, and the images in it that are most like another
 - `create`, `build`: a model by its name in the paper, or from a config
 - `load`, `save`, `convert`: weights of vitlab, transformers, timm, torchvision and the authors
 - `attention`: the attention weights of every layer and head
@@ -24,6 +25,8 @@ from vitlab.errors import UserError
 if _typing.TYPE_CHECKING:
     from vitlab.analysis.attention import attention
     from vitlab.data.python_images import model_input as model_input
+    from vitlab.evaluation.embed import embed
+    from vitlab.evaluation.search import search
     from vitlab.finetuning.finetune import finetune
     from vitlab.finetuning.run_folder import Run
     from vitlab.models.variants import build, create
@@ -43,10 +46,12 @@ __all__ = [
     "build",
     "convert",
     "create",
+    "embed",
     "finetune",
     "load",
     "predict",
     "save",
+    "search",
 ]
 
 _MODULES = {
@@ -57,11 +62,13 @@ _MODULES = {
     "build": "vitlab.models.variants",
     "convert": "vitlab.weights.convert",
     "create": "vitlab.models.variants",
+    "embed": "vitlab.evaluation.embed",
     "finetune": "vitlab.finetuning.finetune",
     "load": "vitlab.weights.load",
     "model_input": "vitlab.data.python_images",  # behind `model.preprocess`, and not public
     "predict": "vitlab.prediction.predict",
     "save": "vitlab.weights.save",
+    "search": "vitlab.evaluation.search",
 }
 
 

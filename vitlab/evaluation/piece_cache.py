@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
+from torch import Tensor
 
 from vitlab.data.images import BrokenImage
 from vitlab.data.source import ImageSource
@@ -39,12 +41,23 @@ def model_key(model: Model, what: What, half: bool, resize: int | None = None) -
     """Hash everything about a model that its values depend on: weights, settings, preprocessing and precision."""
     about: list[object] = [to_json(model.config), to_json(model.card.preprocess), what, "bf16" if half else "full"]
     about += [] if resize is None else [resize]
+    return digest_model(about, model.state_dict())[:12]
+
+
+def feature_key(model: Model) -> str:
+    """Hash what a model's features depend on: neither its head nor the precision, which changes them by little."""
+    config = {key: value for key, value in to_json(model.config).items() if key != "classes"}
+    body = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")}
+    return digest_model([config, to_json(model.card.preprocess)], body)
+
+
+def digest_model(about: list[object], tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(tensors.items()):
         plain = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
         digest.update(plain.view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()[:12]
+    return digest.hexdigest()
 
 
 class PieceCache:
