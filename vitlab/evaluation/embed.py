@@ -104,13 +104,13 @@ def embed(
     parts = find_parts(spec)
     multi = any(part.source.label_sets is not None for part in parts)
     info = FeatureInfo(feature_key(loaded), name, spec, value_width(loaded, "features"), multi)
-    how: ExtractOptions = {"batch": batch, "workers": workers, "device": device}
+    how: ExtractOptions = {"batch": batch, "workers": workers, "device": device, "broken_limit": 1}
     keep, broken = pieces_folder(path), list[str]()
     with new_feature_file(path, info) as file:
         for part, span in spans(parts):
             images = Subset(ImagesOnly(part.source), np.arange(span.start, span.stop))
             title = f"{part.split or 'image'} features"
-            found = extract_values(loaded, images, keep=keep, title=title, broken_limit=1, **how)
+            found = extract_values(loaded, images, keep=keep, title=title, **how)
             file.write([part.row(span[i]) for i in found.index.tolist()], found.values)
             broken += found.broken
     shutil.rmtree(keep, ignore_errors=True)

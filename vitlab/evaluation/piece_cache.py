@@ -12,14 +12,13 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
-from torch import Tensor
 
 from vitlab.data.images import BrokenImage
 from vitlab.data.source import ImageSource
@@ -51,7 +50,7 @@ def feature_key(model: Model) -> str:
     return digest_model([config, to_json(model.card.preprocess)], body)
 
 
-def digest_model(about: list[object], tensors: Mapping[str, Tensor]) -> str:
+def digest_model(about: list[object], tensors: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         plain = tensor.detach().cpu().contiguous()

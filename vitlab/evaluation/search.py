@@ -41,7 +41,8 @@ class Hit(Row):
         """The image beside its name, for notebooks."""
         small = file_thumbnail(self.path)
         rows = [("similarity", f"{self.similarity:.3f}"), *([("label", self.label)] if self.label else [])]
-        return picture_card(small and data_url(small, "jpeg"), self.path, value_table(self.path, rows))
+        image = None if small is None else data_url(small, "jpeg")
+        return picture_card(image, self.path, value_table(self.path, rows))
 
 
 class Hits(list[Hit]):

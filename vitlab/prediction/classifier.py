@@ -91,7 +91,8 @@ class Prediction:
         small = self.thumbnail or file_thumbnail(self.file)
         nothing = "" if self.labels else ": none of the classes reaches its threshold"
         caption = f"{self.file}: {REFUSED}; nearest:" if self.refused else f"{self.file}{nothing}"
-        return picture_card(small and data_url(small, "jpeg"), self.file, bar_table(caption, self.top))
+        image = None if small is None else data_url(small, "jpeg")
+        return picture_card(image, self.file, bar_table(caption, self.top))
 
 
 class Predictions(list[Prediction]):
