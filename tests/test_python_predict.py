@@ -1,6 +1,9 @@
 """`vitlab.predict`: one image or many, of every kind, by a model, a run, a classifier or a path."""
 
+import functools
+import http.server
 import logging
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +139,20 @@ def test_what_cannot_be_read(run: str, photos: Path, tmp_path: Path, caplog: pyt
         found = vitlab.predict(model, tmp_path / "set")
     assert [Path(one.file).name for one in found] == ["good.png"]
     assert "bad.png cannot be read and is left out" in caplog.text
+
+
+def test_addresses_are_fetched_where_that_is_allowed(run: str, photos: Path) -> None:
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(photos))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/1.png"
+        found = vitlab.predict(vitlab.load(run), address, allow_url=True)
+        server.shutdown()
+    assert found.file == address
+    check(found, run, photos / "1.png")
 
 
 def test_files_are_decoded_by_other_processes_where_there_are_many(run: str, photos: Path) -> None:
