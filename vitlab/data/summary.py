@@ -189,8 +189,8 @@ def contact_sheet(source: ImageSource) -> Image.Image:
     return sheet
 
 
-def fit_cell(image: Image.Image) -> Image.Image:
+def fit_cell(image: Image.Image, side: int = CELL) -> Image.Image:
     """An image resized to a cell; small ones show their pixels."""
-    scale = CELL / max(image.size)
+    scale = side / max(image.size)
     size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
     return image.resize(size, Image.Resampling.NEAREST if scale > 2 else Image.Resampling.BICUBIC)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from PIL import Image, ImageDraw, ImageFont
 
 from vitlab.data.images import BrokenImage
-from vitlab.data.thumbnails import read_small, shrink
+from vitlab.data.summary import fit_cell
+from vitlab.data.thumbnails import read_small
 from vitlab.evaluation.search import Hit
 from vitlab.terminal import printable
 
@@ -18,7 +19,7 @@ def hits_sheet(image: Image.Image, hits: Sequence[Hit]) -> Image.Image:
     across, down = CELL + GAP, CELL + GAP + 2 * LINE
     sheet = Image.new("RGB", (GAP + COLUMNS * across, GAP + rows * down), "white")
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
-    cells = [(shrink(image, CELL), "searched for", "")]
+    cells = [(fit_cell(image, CELL), "searched for", "")]
     cells += [(read_cell(hit.path), f"{hit.similarity:.3f}", printable(hit.label)) for hit in hits]
     for i, (picture, *lines) in enumerate(cells):
         left, top = GAP + i % COLUMNS * across, GAP + i // COLUMNS * down
@@ -33,6 +34,6 @@ def hits_sheet(image: Image.Image, hits: Sequence[Hit]) -> Image.Image:
 def read_cell(path: str) -> Image.Image:
     """A small picture of a file; gray where it is not a file, as the rows of packed sets, or not there any more."""
     try:
-        return shrink(read_small(path, CELL), CELL)
+        return fit_cell(read_small(path, CELL), CELL)
     except BrokenImage:
         return Image.new("RGB", (CELL, CELL), "lightgray")
