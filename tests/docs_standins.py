@@ -30,6 +30,7 @@ TINY_TIMM = {
 TINY_RUN = "depth=1 width=24 mlp=48 heads=2 steps=2 batch=8 micro=4 warmup=0 workers=0 compile=no device=cpu"
 SMALL_RUN = f"{TINY_RUN} model=Ti/16 image_size=32 prelogits=8"
 TUNED = "steps=2 batch=8 workers=0 device=cpu"
+TUNED_IN_PYTHON = 'steps=2, batch=8, workers=0, device="cpu"'
 
 
 # ---- what is made
@@ -159,20 +160,20 @@ PAGES: dict[str, Page] = {
             "photo.jpg": photo,
             "data/imagenet": splits,
         },
-        replace={"/data/": "data/"},
+        replace={"/data/": "data/", 'out="runs/photos"': f'out="runs/photos", {TUNED_IN_PYTHON}'},
         append={"vitlab finetune": TUNED, "vitlab train": SMALL_RUN},
         parsed={
             "make": "minutes; the tutorial runs the demo",
             "git clone": "needs a network",
         },
-        names=images,
     ),
     "docs/tutorial.md": Page(),
     "docs/api.md": Page(),
     "docs/data.md": Page(files={"photos": lambda path: class_folders(path, 15)}),
-    "docs/design.md": Page(names=lambda: images(384)),
+    "docs/design.md": Page(names=lambda: {**images(384), "photo": Image.new("RGB", (40, 32))}),
     "docs/finetuning.md": Page(
-        files={"photos": class_folders},
+        files={"photos": class_folders, "cat.jpg": photo},
+        replace={"minutes=5, ": f'weights="none", warmup=0, {TUNED_IN_PYTHON}, '},
         append={"vitlab finetune": f"--weights none {TUNED}"},
     ),
     "docs/training.md": Page(

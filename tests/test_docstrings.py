@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from docs_standins import GOOGLE, HUGGINGFACE, converted, photo, run
+from docs_standins import GOOGLE, HUGGINGFACE, class_folders, converted, photo, run
 from PIL import Image
 
 import vitlab
@@ -20,8 +20,9 @@ FILES = {
     "runs/mine": run(),
     "runs/pets": run(),
     "cat.jpg": photo,
+    "photos": class_folders,
 }
-NAMES = [*sorted({*vitlab.__all__} - {"UserError"}), "predict.Classifier"]
+NAMES = sorted({*vitlab.__all__} - {"UserError"})
 DESCRIBED = {
     "create": ("Args:", "Returns:", "Raises:", "Settings:"),
     "load": ("Args:", "Returns:", "Raises:", "Settings:"),
@@ -29,6 +30,11 @@ DESCRIBED = {
     "save": ("Args:", "Raises:"),
     "attention": ("Args:", "Returns:", "Raises:"),
     "build": ("Args:", "Returns:"),
+    "finetune": ("Args:", "Returns:", "Raises:"),
+    "predict": ("Args:", "Returns:", "Raises:"),
+    "embed": ("Args:", "Returns:", "Raises:"),
+    "search": ("Args:", "Returns:", "Raises:"),
+    "Run": ("Args:", "Raises:"),
 }
 
 

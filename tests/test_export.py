@@ -30,7 +30,7 @@ from vitlab.export.graph import Half, any_size, resample_grid, traceable
 from vitlab.export.images import open_images
 from vitlab.models.config import Preprocess, ResNetConfig, StemConfig, ViTConfig
 from vitlab.models.variants import Model, build
-from vitlab.predict import Classifier
+from vitlab.prediction import Classifier
 
 SMALL: dict[str, Any] = {"classes": 5, "depth": 1, "width": 32, "mlp": 64, "heads": 2}
 KINDS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ ROOT = Path(vitlab.__file__).parent
 ROOMS = (
     *("errors", "text", "html", "files", "settings", "signals", "terminal", "device"),
     *("models", "data", "cost", "plots", "weights", "analysis", "evaluation", "training"),
-    *("predict", "export", "report", "finetuning", "serving", "studies", "demo", "cli"),
+    *("prediction", "export", "report", "finetuning", "serving", "studies", "demo", "cli"),
 )
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -22,7 +22,7 @@ from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import evaluate, evaluate_sets
 from vitlab.export.onnx import metadata
 from vitlab.models.config import Preprocess
-from vitlab.predict import Classifier
+from vitlab.prediction import Classifier
 from vitlab.serving.app import create_app
 from vitlab.serving.service import Service, ServiceSettings
 

@@ -28,9 +28,9 @@ import vitlab
 from vitlab.data.images import BrokenImage
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess
-from vitlab.predict import Classifier, Prediction, web
-from vitlab.predict.inputs import Inputs, find_inputs
-from vitlab.predict.stream import predict_stream
+from vitlab.prediction import Classifier, Prediction, web
+from vitlab.prediction.inputs import Inputs, find_inputs
+from vitlab.prediction.stream import predict_stream
 
 VITLAB = Path(sys.executable).with_name("vitlab")
 LABELS = ("cat", "dog, small", "고양이", 'a "quoted" one', "emu")

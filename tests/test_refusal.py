@@ -24,7 +24,7 @@ from vitlab.evaluation.extract import extract
 from vitlab.evaluation.unknown import fit_unknown
 from vitlab.files import sha256
 from vitlab.models.config import Preprocess
-from vitlab.predict import Classifier
+from vitlab.prediction import Classifier
 from vitlab.report.page import templates
 from vitlab.serving.app import create_app
 from vitlab.serving.service import Service, ServiceSettings

@@ -13,7 +13,7 @@ from timing import assert_below, seconds
 
 from vitlab.data.images import BrokenImage
 from vitlab.errors import UserError
-from vitlab.predict import web
+from vitlab.prediction import web
 
 Respond = Callable[[bytes], Iterator[bytes]]
 

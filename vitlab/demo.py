@@ -20,7 +20,7 @@ from vitlab.data.source import ImageSource
 from vitlab.errors import UserError
 from vitlab.files import write_errors
 from vitlab.models.vit import ViT
-from vitlab.predict.files import predict_files
+from vitlab.prediction.files import predict_files
 from vitlab.terminal import Terminal
 from vitlab.training.recipe import Recipe
 from vitlab.training.recipes import find

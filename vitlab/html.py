@@ -1,8 +1,15 @@
 """Small pieces of HTML for notebooks and pages; every text is escaped."""
 
 import base64
+import html
 from collections.abc import Iterable
-from html import escape
+
+from vitlab.text import valid_text
+
+
+def escape(text: str) -> str:
+    """Text in place of markup, that can be encoded whatever file name it came from."""
+    return html.escape(valid_text(text))
 
 
 def bar_table(caption: str, rows: Iterable[tuple[str, float]]) -> str:
@@ -13,6 +20,19 @@ def bar_table(caption: str, rows: Iterable[tuple[str, float]]) -> str:
         for name, share in rows
     )
     return f"<table><caption>{escape(caption)}</caption>{cells}</table>"
+
+
+def value_table(caption: str, rows: Iterable[tuple[str, str]]) -> str:
+    """A table of names and values."""
+    cells = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows)
+    return f"<table><caption>{escape(caption)}</caption>{cells}</table>"
+
+
+def picture_card(image: str | None, name: str, content: str) -> str:
+    """A small picture, if there is one, with other HTML beside it; `image` is its data: URL."""
+    style = "display:inline-flex;align-items:center;gap:1em;margin:0 2em 1em 0"
+    picture = "" if image is None else f'<img src="{escape(image)}" alt="{escape(name)}">'
+    return f'<div style="{style}">{picture}{content}</div>'
 
 
 def data_url(data: bytes, kind: str) -> str:

@@ -107,7 +107,7 @@ def type_name(hint: Any) -> str:
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, tuple):
+    if is_list(value):
         return ",".join(map(_show, value))
     return str(value).lower() if value is None or isinstance(value, bool) else f"{value}"
 
@@ -248,6 +248,11 @@ def parse_settings(pairs: Iterable[str], known: Mapping[str, Any]) -> dict[str, 
         check_key(key, known)
         settings[key] = check_value(parse_value(text, known[key], key), known[key], key)
     return settings
+
+
+def to_pairs(settings: Mapping[str, Any]) -> list[str]:
+    """Values as `key=value`, which `parse_settings` reads; a value that cannot be one is its error."""
+    return [f"{key}={_show(value)}" for key, value in settings.items()]
 
 
 def parse_value(text: str, hint: Any, name: str) -> Any:

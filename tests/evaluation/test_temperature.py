@@ -19,7 +19,7 @@ from vitlab.evaluation.scores import calibration
 from vitlab.evaluation.temperature import fit_temperature
 from vitlab.export.onnx import metadata
 from vitlab.models.config import Preprocess
-from vitlab.predict import Classifier
+from vitlab.prediction import Classifier
 
 RNG = np.random.default_rng
 

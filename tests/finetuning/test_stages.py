@@ -17,11 +17,12 @@ from vitlab.data.open import open_data
 from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import evaluate
 from vitlab.evaluation.extract import extract
-from vitlab.finetuning import Finetuned, finetune, run
+from vitlab.finetuning import run
 from vitlab.finetuning.budget import ENOUGH, LEAST, Budget
 from vitlab.finetuning.head import FrozenFeatures, fit_heads, set_head, soft_head
 from vitlab.finetuning.plan import Plan, make_plan
-from vitlab.predict import Classifier
+from vitlab.finetuning.run import Finetuned, run_stages
+from vitlab.prediction import Classifier
 from vitlab.training.stages import read_stages
 
 QUIET = Console(quiet=True)
@@ -48,7 +49,7 @@ def accuracy(folder: Path, source: Any) -> float:
 
 
 def test_a_head_alone_where_time_is_short(tmp_path: Path, weights: str) -> None:
-    done = finetune(plan_for(weights, minutes=1e-6), tmp_path / "run", console=QUIET)
+    done = run_stages(plan_for(weights, minutes=1e-6), tmp_path / "run", console=QUIET)
     assert done.stages.steps == 0
     assert done.stages.finished
     assert done.report is not None
@@ -71,7 +72,7 @@ def test_copies_of_test_images_join_the_review(tmp_path: Path, weights: str) -> 
     Image.open(copied).resize((90, 90)).save(tmp_path / "photos" / "test" / copied.parent.name / "copy.png")
     plan = make_plan(str(tmp_path / "photos"), weights, ["device=cpu", "workers=0"], 1e-6)
     assert plan is not None
-    finetune(plan, tmp_path / "run", console=QUIET)
+    run_stages(plan, tmp_path / "run", console=QUIET)
     lines = (tmp_path / "run" / "review.csv").read_text().splitlines()
     assert [line for line in lines if "two splits" in line and "copy.png" in line and "3.png" in line]
 
@@ -79,10 +80,10 @@ def test_copies_of_test_images_join_the_review(tmp_path: Path, weights: str) -> 
 @pytest.mark.slow
 def test_the_better_stage_is_kept(tmp_path: Path, weights: str) -> None:
     plan = plan_for(weights, "steps=3", "lr=10")  # a rate at which nothing is left of the weights
-    bad = finetune(plan, tmp_path / "bad", console=QUIET)
+    bad = run_stages(plan, tmp_path / "bad", console=QUIET)
     assert bad.stages.tuned is not None
     assert bad.stages.tuned < bad.stages.head
-    good = finetune(plan_for(weights, "steps=3", "lr=0"), tmp_path / "good", console=QUIET)
+    good = run_stages(plan_for(weights, "steps=3", "lr=0"), tmp_path / "good", console=QUIET)
     assert accuracy(tmp_path / "bad", plan.data.test) > 0.6
     assert good.stages.tuned == pytest.approx(accuracy(good.folder / "start", plan.data.validation))  # unchanged
     records = [json.loads(line) for line in (tmp_path / "good" / "log.jsonl").read_text().splitlines()]
@@ -103,7 +104,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, name: str, plan: Plan, out: Path, p
     with monkeypatch.context() as patch:
         patch.setattr(place, name, killed)
         with pytest.raises(Killed):
-            finetune(plan, out, console=QUIET)
+            run_stages(plan, out, console=QUIET)
 
 
 @pytest.mark.slow
@@ -115,13 +116,13 @@ def test_a_run_killed_after_the_first_stage_is_usable_and_continues(
     assert "validation images right" in (out / "report.html").read_text()
     assert Classifier(str(out), "cpu").labels == plan_for(weights).data.classes
     with pytest.raises(UserError, match="continue it with --resume"):
-        finetune(plan_for(weights, "steps=4"), out, console=QUIET)
+        run_stages(plan_for(weights, "steps=4"), out, console=QUIET)
     before = read_stages(out)
-    done = finetune(plan_for(weights, "steps=4"), out, resume=True, console=QUIET)
+    done = run_stages(plan_for(weights, "steps=4"), out, resume=True, console=QUIET)
     assert before is not None
     assert done.stages == dataclasses.replace(before, tuned=done.stages.tuned, spent=done.stages.spent, finished=True)
     assert "test images right" in (out / "report.html").read_text()
-    again = finetune(plan_for(weights, "steps=4"), tmp_path / "again", console=QUIET)
+    again = run_stages(plan_for(weights, "steps=4"), tmp_path / "again", console=QUIET)
     assert again.stages.tuned == done.stages.tuned
     first, second = (vitlab.load(folder).state_dict() for folder in (out, tmp_path / "again"))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -130,7 +131,7 @@ def test_a_run_killed_after_the_first_stage_is_usable_and_continues(
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, weights: str) -> Finetuned:
     """A run of two steps that nothing interrupts."""
-    return finetune(plan_for(weights, "steps=2"), tmp_path_factory.mktemp("plain") / "run", console=QUIET)
+    return run_stages(plan_for(weights, "steps=2"), tmp_path_factory.mktemp("plain") / "run", console=QUIET)
 
 
 MOMENTS = ["frozen_features", "fit_heads", "fit_unknown", "prepare_run", "write_report", "review", "train", "load"]
@@ -144,7 +145,7 @@ def test_killed_at_any_moment_it_continues_to_the_same_end(
     """Continued in another place and under another name, too."""
     kill_at(monkeypatch, moment, plan_for(weights, "steps=2"), tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "moved")
-    done = finetune(plan_for(weights, "steps=2"), tmp_path / "moved", resume=True, console=QUIET)
+    done = run_stages(plan_for(weights, "steps=2"), tmp_path / "moved", resume=True, console=QUIET)
     assert (done.stages.head, done.stages.tuned) == (plain.stages.head, plain.stages.tuned)
     first, second = (vitlab.load(folder) for folder in (tmp_path / "moved", plain.folder))
     assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
@@ -167,7 +168,7 @@ def test_the_first_report_is_about_images_that_its_model_has_not_seen(
 
 @pytest.mark.slow
 def test_a_run_that_diverges_keeps_the_head(tmp_path: Path, weights: str) -> None:
-    done = finetune(plan_for(weights, "steps=30", "lr=1e18", "clip=0"), tmp_path / "run", console=QUIET)
+    done = run_stages(plan_for(weights, "steps=30", "lr=1e18", "clip=0"), tmp_path / "run", console=QUIET)
     assert done.stages.tuned == 0
     assert done.report is not None
     assert accuracy(tmp_path / "run", open_data("digits").test) > 0.6
@@ -176,7 +177,7 @@ def test_a_run_that_diverges_keeps_the_head(tmp_path: Path, weights: str) -> Non
 @pytest.mark.slow
 def test_another_plan_does_not_continue_a_run(tmp_path: Path, weights: str) -> None:
     out = tmp_path / "run"
-    finetune(plan_for(weights, minutes=0.001), out, console=QUIET)
+    run_stages(plan_for(weights, minutes=0.001), out, console=QUIET)
     other = tmp_path / "weights"
     vitlab.save(vitlab.load(weights), other)
     for plan, match in (
@@ -187,12 +188,12 @@ def test_another_plan_does_not_continue_a_run(tmp_path: Path, weights: str) -> N
         (plan_for(weights, "seed=1"), "has changed|seed"),
     ):
         with pytest.raises(UserError, match=match):
-            finetune(plan, out, resume=True, console=QUIET)
-    assert finetune(plan_for(weights), out, resume=True, console=QUIET).stages.finished
+            run_stages(plan, out, resume=True, console=QUIET)
+    assert run_stages(plan_for(weights), out, resume=True, console=QUIET).stages.finished
     (out / "stages.json").unlink()
     os.mkfifo(out / "stages.json")
     with pytest.raises(UserError, match="no regular file"):
-        finetune(plan_for(weights), out, resume=True, console=QUIET)
+        run_stages(plan_for(weights), out, resume=True, console=QUIET)
 
 
 @pytest.mark.slow
@@ -207,7 +208,7 @@ def test_a_handful_of_photos(tmp_path: Path, weights: str, counts: tuple[int, in
     if plan is None:  # none is left to choose on
         assert counts == (2, 3)
         return
-    done = finetune(plan, tmp_path / "run", console=QUIET)
+    done = run_stages(plan, tmp_path / "run", console=QUIET)
     assert done.stages.finished
     assert Classifier(str(tmp_path / "run"), "cpu").labels == ("0", "1")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import vitlab
-from vitlab.predict import Classifier
+from vitlab.prediction import Classifier
 from vitlab.serving.batcher import Batcher, QueueFull
 
 PICTURES = 64

@@ -9,7 +9,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from PIL import Image
 
-from vitlab.predict import Classifier
+from vitlab.prediction import Classifier
 from vitlab.serving.server import listen, server_url
 
 

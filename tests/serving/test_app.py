@@ -22,7 +22,7 @@ import vitlab
 from vitlab.analysis.class_map import class_map
 from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
-from vitlab.predict import Classifier
+from vitlab.prediction import Classifier
 from vitlab.serving.app import create_app
 from vitlab.serving.limits import Limits
 from vitlab.serving.service import Service, ServiceSettings

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from vitlab.data.open import open_data
 from vitlab.errors import UserError
-from vitlab.predict import Classifier
+from vitlab.prediction import Classifier
 from vitlab.serving.app import create_app
 from vitlab.serving.corrections import Corrections
 from vitlab.serving.limits import RequestError

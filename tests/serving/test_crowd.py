@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # to run this file by itself
 from servers import Running, encoded, photo, save, server
 from timing import measure_until
 
-from vitlab.predict import Classifier
+from vitlab.prediction import Classifier
 
 CLIENTS = 64
 SECONDS = 12.0  # of load on each server, in turns

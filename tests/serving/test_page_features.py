@@ -21,7 +21,7 @@ from vitlab.analysis.class_map import class_map
 from vitlab.data.samples import write_samples
 from vitlab.data.source import ArraySource
 from vitlab.data.transforms import eval_image
-from vitlab.predict import Classifier
+from vitlab.prediction import Classifier
 
 if TYPE_CHECKING:
     from playwright import sync_api

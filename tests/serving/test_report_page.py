@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 import vitlab
 from vitlab.data.samples import NAME, Sample, encode, read_samples, write_samples
 from vitlab.data.source import ArraySource
-from vitlab.predict import Classifier
+from vitlab.prediction import Classifier
 from vitlab.serving.app import create_app
 from vitlab.serving.report import read_report
 from vitlab.serving.service import Service, ServiceSettings

@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from servers import encoded, photo, save
 
-from vitlab.predict import Classifier
+from vitlab.prediction import Classifier
 from vitlab.serving.app import create_app
 from vitlab.serving.service import Service, ServiceSettings
 

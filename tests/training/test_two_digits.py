@@ -12,7 +12,7 @@ from sklearn.metrics import average_precision_score, f1_score
 from starlette.testclient import TestClient
 from two_digits import NAMES, Pictures, draw, png, write_csv, write_parquet, write_shards
 
-from vitlab.predict import Classifier
+from vitlab.prediction import Classifier
 from vitlab.serving.app import create_app
 from vitlab.serving.service import Service, ServiceSettings
 

@@ -6,7 +6,7 @@ from typing import Annotated
 from typer import Option
 
 from vitlab.cli.app import console, verb
-from vitlab.cli.runs import train_and_report
+from vitlab.cli.training import train_and_report
 from vitlab.errors import Stopped
 from vitlab.signals import stoppable
 

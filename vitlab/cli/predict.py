@@ -42,8 +42,8 @@ def predict(
 
     Under torchrun each process reads its share and writes its own file: for --out x.csv, x.rank0.csv and so on.
     """
-    from vitlab.predict.files import predict_files
-    from vitlab.predict.formats import FormatName, format_of
+    from vitlab.prediction.files import predict_files
+    from vitlab.prediction.formats import FormatName, format_of
 
     if as_json and as_csv:
         raise UserError("choose one of --json and --csv")

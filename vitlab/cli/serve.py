@@ -114,7 +114,7 @@ def run_server(
     refuse: float | None = None,
 ) -> None:
     """Load the model, listen, and print the address; returns when the server has been stopped."""
-    from vitlab.predict import Classifier
+    from vitlab.prediction import Classifier
     from vitlab.serving import server
     from vitlab.serving.app import create_app
     from vitlab.serving.hosts import AllowedHosts

@@ -8,7 +8,7 @@ from typer import Argument
 
 from vitlab.cli.app import console, verb
 from vitlab.cli.options import AcceptDataChanges, Out, RecipeSettings, Resume
-from vitlab.cli.runs import NAMES, STOPPED_EARLY, train_and_report
+from vitlab.cli.training import STOPPED_EARLY, train_and_report
 from vitlab.errors import UserError
 from vitlab.signals import stoppable
 
@@ -66,6 +66,7 @@ def train(
 
 def search_and_print(plan: "Plan", out: Path, resume: bool, accept: bool) -> None:
     """Choose settings and repeat the best, then print the results; of several processes only the first one prints."""
+    from vitlab.report.runs import NAMES
     from vitlab.training.search import SEARCH, result_rows, run_search
 
     with stoppable("stopped between two runs; continue by the same command with --resume"):

@@ -237,8 +237,8 @@ def legend(name: str, shown: int, classes: int) -> str:
     return f"{name[:40]}: rows are {rows}, with up to {COLUMNS} training images at random; red: cannot be read"
 
 
-def fit_cell(image: Image.Image) -> Image.Image:
+def fit_cell(image: Image.Image, side: int = CELL) -> Image.Image:
     """An image resized to a cell; small ones show their pixels."""
-    scale = CELL / max(image.size)
+    scale = side / max(image.size)
     size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
     return image.resize(size, Image.Resampling.NEAREST if scale > 2 else Image.Resampling.BICUBIC)

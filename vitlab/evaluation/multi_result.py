@@ -12,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitlab.data.rng import Floats
+from vitlab.evaluation.describe import describe_scores
 from vitlab.evaluation.multi_label import Bools, average_precisions, f1, mean_of_known
 from vitlab.evaluation.result import csv_text, nan_to_none
 from vitlab.files import write_text
+from vitlab.html import value_table
 
 JOIN = ";"  # between the classes of an image, as in a CSV file of a data set
 
@@ -72,6 +74,10 @@ class MultiEvaluation:
         about = {"images": len(self.files), "broken": list(self.broken), "classes": list(self.names)}
         about |= {"matched": self.note, "multi_label": True}
         return about | self.overall() | {"per_class": self.class_table()}
+
+    def _repr_html_(self) -> str:
+        """A small table, for notebooks."""
+        return value_table(f"{len(self.names)} classes", describe_scores(self.to_json()))
 
     def write_json(self, path: Path, about: dict[str, Any]) -> None:
         """Write all scores to a file, after the entries of `about`, which describe the model and the data."""

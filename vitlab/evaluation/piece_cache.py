@@ -10,9 +10,9 @@ import json
 import logging
 import os
 import tempfile
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -41,18 +41,27 @@ def model_key(model: Model, what: What, half: bool, resize: int | None = None) -
 
     Features do not depend on the head, so a model with another one has the same.
     """
-    config, tensors = model.config, model.state_dict()
+    about: list[object] = [what, "bf16" if half else "full", *([] if resize is None else [resize])]
     if what == "features":
-        config = replace(config, classes=0)
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
-    about: list[object] = [to_json(config), to_json(model.card.preprocess), what, "bf16" if half else "full"]
-    about += [] if resize is None else [resize]
+        return hashlib.sha256(json.dumps([feature_key(model), *about]).encode()).hexdigest()[:12]
+    about += [to_json(model.config), to_json(model.card.preprocess)]
+    return digest_model(about, model.state_dict())[:12]
+
+
+def feature_key(model: Model) -> str:
+    """Hash what a model's features depend on: neither its head nor the precision, which changes them by little."""
+    config = {key: value for key, value in to_json(model.config).items() if key != "classes"}
+    body = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")}
+    return digest_model([config, to_json(model.card.preprocess)], body)
+
+
+def digest_model(about: list[object], tensors: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         plain = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
         digest.update(plain.view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()[:12]
+    return digest.hexdigest()
 
 
 class PieceCache:

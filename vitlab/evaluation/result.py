@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitlab.data.rng import Floats, Ints
+from vitlab.evaluation.describe import describe_scores
 from vitlab.evaluation.real import RealScore
 from vitlab.evaluation.scores import Calibration, Rate, rate, wilson
 from vitlab.files import write_text
+from vitlab.html import value_table
 
 PAIRS = 20  # most confused pairs that are kept
 
@@ -109,6 +111,10 @@ class Evaluation:
             "confused": [list(pair) for pair in self.confused],
             "confusion": np.column_stack([*places, self.matrix[places]]).tolist(),
         }
+
+    def _repr_html_(self) -> str:
+        """A small table, for notebooks."""
+        return value_table(f"{len(self.names)} classes", describe_scores(self.to_json()))
 
     def write_json(self, path: Path, about: dict[str, Any]) -> None:
         """Write all scores to a file, after the entries of `about`, which describe the model and the data."""

@@ -15,7 +15,7 @@ from vitlab.data.open import open_data
 from vitlab.data.transforms import eval_pixels
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
-from vitlab.predict.inputs import find_inputs
+from vitlab.prediction.inputs import find_inputs
 from vitlab.terminal import track
 
 GENERATED = 64

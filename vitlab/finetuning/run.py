@@ -76,7 +76,7 @@ class Finetuned:
     report: Report | None  # None: it could not be written
 
 
-def finetune(
+def run_stages(
     plan: Plan, out: Path, *, resume: bool = False, accept: bool = False, console: Console | None = None
 ) -> Finetuned:
     """Run the stages of a plan in the folder `out`, or continue them with `resume`.
@@ -85,7 +85,7 @@ def finetune(
     """
     with stoppable(f"stopped; what is done is in {out}, and the same command with --resume continues"):
         with process_group(plan.recipe.device) as cluster, run_lock(out, cluster):
-            run = Run(plan, out, cluster, console or Console(), accept)
+            run = StagedRun(plan, out, cluster, console or Console(), accept)
             stages = cluster.agree(lambda: run.begin(resume))
             if stages.steps and stages.tuned is None:
                 stages = run.tune(stages)
@@ -95,7 +95,7 @@ def finetune(
             return run.finish(stages)
 
 
-class Run:
+class StagedRun:
     """The stages of one run, in its folder."""
 
     def __init__(self, plan: Plan, out: Path, cluster: Cluster, console: Console, accept: bool) -> None:

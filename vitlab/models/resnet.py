@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitlab.models.base import ImageModel
 from vitlab.models.card import Card
 from vitlab.models.config import ResNetConfig, Size, StemConfig, as_size
 from vitlab.models.images import check_images
@@ -91,8 +92,10 @@ class BiTUnit(nn.Module):
         return shortcut + self.conv3(F.relu(self.norm3(y)))
 
 
-class ResNet(nn.Module):
+class ResNet(ImageModel):
     """BiT: root, stages, norm, mean over the map, head."""
+
+    config: ResNetConfig
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitlab.models.axial import AxialBlock
+from vitlab.models.base import ImageModel
 from vitlab.models.card import Card
 from vitlab.models.config import Size, ViTConfig, as_size
 from vitlab.models.images import check_images
@@ -28,8 +29,10 @@ from vitlab.models.resnet import Stem
 CUT_STD = 0.8796256610342398  # standard deviation of a normal distribution that is cut off at -2 and 2
 
 
-class ViT(nn.Module):
+class ViT(ImageModel):
     """The model that a config describes, with fresh weights, initialized as the authors do."""
+
+    config: ViTConfig
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()

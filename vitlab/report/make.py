@@ -36,7 +36,7 @@ from vitlab.training.trust import check_trusted_data, check_trusted_review
 from vitlab.weights import load
 from vitlab.weights.formats.vitlab import WEIGHTS
 
-NAME = "report.html"
+NAME, SCORES = "report.html", "scores.json"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def write_report(
     device: str = "auto",
     keep: Path | None = None,
 ) -> Report:
-    """Write RUN/report.html, complete or not at all, and RUN/samples.json, a few of the images that it is tested on.
+    """Write RUN/report.html, complete or not at all, its scores as RUN/scores.json, and samples.json, a few images.
 
     `data` is what the model is tested on, by default the test split of the set it was trained on, if it is a built-in
     one or this user started the run. A model without a head, as from masked patch prediction, is not tested, and its
@@ -73,6 +73,8 @@ def write_report(
     with memory_errors(f"making the report of {run}", "close other programs, or use --device cpu"):
         page, scores = make_page(str(run), folder, history, data, split, device, keep)
     write_text(folder / NAME, page)
+    if scores is not None:
+        scores.write_json(folder / SCORES, {"split": split})
     return Report(folder / NAME, scores)
 
 

@@ -20,8 +20,8 @@ from vitlab.data.transforms import normalize
 from vitlab.models.config import ViTConfig
 from vitlab.models.resnet import ResNet
 from vitlab.plots.steps import Steps
-from vitlab.predict import Classifier
-from vitlab.predict.classifier import Scores
+from vitlab.prediction import Classifier
+from vitlab.prediction.classifier import Scores
 
 NO_STEPS = "This model is a ResNet: it applies convolutions to images, so it has no attention and no tokens to show."
 

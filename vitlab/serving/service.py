@@ -15,8 +15,8 @@ from torch import Tensor
 
 from vitlab.data.samples import Sample
 from vitlab.errors import UserError
-from vitlab.predict import Classifier
-from vitlab.predict.classifier import Scores
+from vitlab.prediction import Classifier
+from vitlab.prediction.classifier import Scores
 from vitlab.serving.batcher import Batcher, BatcherClosed, QueueFull
 from vitlab.serving.corrections import Corrections
 from vitlab.serving.decoding import Decoders

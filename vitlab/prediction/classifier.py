@@ -3,20 +3,20 @@
 Shapes: b images, h and w the model's height and width, K classes.
 """
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor, nn
 
-from vitlab.data.decoder import to_rgb
-from vitlab.data.images import BrokenImage, decode
+from vitlab.data.python_images import is_path, name_of, to_image
+from vitlab.data.thumbnails import file_thumbnail, thumbnail
 from vitlab.data.transforms import eval_pixels, normalize
 from vitlab.device import has_bf16, pick_device
 from vitlab.errors import UserError
-from vitlab.html import bar_table
+from vitlab.html import bar_table, data_url, picture_card
 from vitlab.models.config import Preprocess
 from vitlab.models.unknown import Unknown
 from vitlab.models.variants import Model
@@ -24,6 +24,7 @@ from vitlab.weights import load
 
 TOP = 5  # classes of an image by default
 REFUSED = "none of these"  # the label of an image that is refused
+SHOWN = 24  # predictions of a list that a notebook shows
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Prediction:
     probabilities: tuple[float, ...]
     thresholds: tuple[float, ...] | None = None  # of these classes, where the model is multi-label
     distance: float | None = None  # relative to the one from where images are refused
+    # a small JPEG of an image that is not a file, for notebooks
+    thumbnail: bytes | None = field(default=None, compare=False, repr=False)
 
     @property
     def refused(self) -> bool:
@@ -84,8 +87,20 @@ class Prediction:
         return f"Prediction({self.file!r}: {f'{REFUSED}; nearest ' if self.refused else ''}{classes})"
 
     def _repr_html_(self) -> str:
-        """A table with a bar for each class, for notebooks."""
-        return bar_table(f"{self.file}: {REFUSED}; nearest:" if self.refused else self.file, self.top)
+        """The image beside a table with a bar for each class, for notebooks."""
+        small = self.thumbnail or file_thumbnail(self.file)
+        nothing = "" if self.labels else ": none of the classes reaches its threshold"
+        caption = f"{self.file}: {REFUSED}; nearest:" if self.refused else f"{self.file}{nothing}"
+        image = None if small is None else data_url(small, "jpeg")
+        return picture_card(image, self.file, bar_table(caption, self.top))
+
+
+class Predictions(list[Prediction]):
+    """The predictions of several images, in their order: a list, which a notebook shows with its images."""
+
+    def _repr_html_(self) -> str:
+        more = f"<p>and {len(self) - SHOWN} more</p>" if len(self) > SHOWN else ""
+        return "".join(prediction._repr_html_() for prediction in self[:SHOWN]) + more
 
 
 class Classifier:
@@ -113,7 +128,9 @@ class Classifier:
     temperature: float
     unknown: Unknown | None  # what refuses
 
-    def __init__(self, model: Model | str | Path, device: str = "auto", *, refuse: float | None = None) -> None:
+    def __init__(
+        self, model: Model | str | os.PathLike[str], device: str = "auto", *, refuse: float | None = None
+    ) -> None:
         loaded = model if isinstance(model, nn.Module) else load(model)
         classes = loaded.config.classes
         if classes == 0:
@@ -124,34 +141,27 @@ class Classifier:
         self.device = pick_device(device)
         self.model = loaded.float().eval().to(self.device)
         self.preprocess = loaded.card.preprocess
-        self.labels = loaded.card.labels or tuple(f"class {i}" for i in range(classes))
+        self.labels = loaded.labels
         limits = loaded.card.thresholds
         self.thresholds = None if limits is None else torch.tensor(limits)
         self.temperature = loaded.card.temperature
         self.unknown = pick_unknown(loaded.card.unknown, refuse, self.device)
 
-    def predict(self, image: Image.Image | str | Path, top: int | None = None) -> Prediction:
+    def predict(self, image: object, top: int | None = None) -> Prediction:
         """The `top` most probable classes of one image, or all where there are fewer.
 
         Args:
-            image: a PIL image, or the path of a file. Both are rotated by their EXIF orientation.
+            image: the path of a file, a PIL image, an array (height, width, 3) or a tensor (3, height, width), of bytes
+                or of floats from 0 to 1. Files and PIL images are rotated by their EXIF orientation.
             top: how many classes; by default five, and of a multi-label model those that reach their thresholds.
 
         Raises:
-            UserError: the file cannot be read as an image, or `top` is less than 1.
+            UserError: the image cannot be read, or `top` is less than 1.
         """
-        if top is not None and top < 1:
-            raise UserError(f"top must be at least 1, not {top}")
-        try:
-            if isinstance(image, Image.Image):
-                file = str(getattr(image, "filename", "")) or "image"
-                upright = to_rgb(ImageOps.exif_transpose(image))
-            else:
-                file = str(image)
-                upright = decode(image, file)
-        except BrokenImage as broken:
-            raise UserError(f"{broken.name} cannot be read: {broken.why}") from None
-        return self.best(self.scores(self.pixels(upright)[None]), top, [file])[0]
+        check_top(top)
+        file, upright = name_of(image, "image"), to_image(image)
+        found = self.best(self.scores(self.pixels(upright)[None]), top, [file])[0]
+        return found if is_path(image) else replace(found, thumbnail=thumbnail(upright))
 
     def pixels(self, image: Image.Image) -> Tensor:
         """An upright RGB image as bytes (3, h, w), resized and cropped as in evaluation."""
@@ -204,6 +214,11 @@ class Classifier:
             return [(o[c].tolist(), v[c].tolist()) for o, v, c in zip(order, values, chosen, strict=True)]
         count = top or TOP
         return list(zip(order[:, :count].tolist(), values[:, :count].tolist(), strict=True))
+
+
+def check_top(top: int | None) -> None:
+    if top is not None and top < 1:
+        raise UserError(f"top must be at least 1, not {top}")
 
 
 def pick_unknown(own: Unknown | None, rate: float | None, device: torch.device) -> Unknown | None:

@@ -10,8 +10,8 @@ from typing import Literal, Protocol
 from rich.cells import cell_len, set_cell_size
 
 from vitlab.errors import UserError
-from vitlab.predict.classifier import REFUSED, Prediction
-from vitlab.predict.inputs import Inputs
+from vitlab.prediction.classifier import REFUSED, Prediction
+from vitlab.prediction.inputs import Inputs
 from vitlab.terminal import printable
 
 FormatName = Literal["table", "json", "csv"]

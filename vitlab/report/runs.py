@@ -2,30 +2,25 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from vitlab.cli.app import console
 from vitlab.errors import UserError
+from vitlab.report.make import write_report
 from vitlab.signals import stoppable
-
-if TYPE_CHECKING:
-    from vitlab.training.loop import TrainResult
-    from vitlab.training.recipe import Recipe
+from vitlab.terminal import Terminal
+from vitlab.text import duration
+from vitlab.training.loop import TrainResult, train
+from vitlab.training.recipe import Recipe
 
 NAMES = {"accuracy5": "top-5", "map": "mAP"}  # of a report's numbers, in print
-STOPPED_EARLY = "stopped before the first step; the same command starts again"
 
 
-def train_and_report(recipe: "Recipe", out: Path, resume: bool, accept: bool = False) -> None:
+def train_and_report(recipe: Recipe, out: Path, resume: bool, accept: bool, console: Terminal) -> None:
     """Train into `out`, print the test scores and write report.html."""
-    write_run_report(train_run(recipe, out, resume, accept), recipe.device)
+    write_run_report(train_run(recipe, out, resume, accept, console), recipe.device, console)
 
 
-def train_run(recipe: "Recipe", out: Path, resume: bool, accept: bool) -> "TrainResult":
+def train_run(recipe: Recipe, out: Path, resume: bool, accept: bool, console: Terminal) -> TrainResult:
     """Train, and print the test scores; of several processes only the first one prints."""
-    from vitlab.text import duration
-    from vitlab.training.loop import train
-
     result = train(recipe, out, resume=resume, accept_data_changes=accept, console=console)
     if result.first:
         line = f"test: {score_text(result.report, len(result.data.classes))}; {duration(result.seconds)}"
@@ -40,14 +35,12 @@ def score_text(report: Mapping[str, float], classes: int) -> str:
     return ", ".join(f"{NAMES.get(key, key)} {v:{'.2%' if key in shares else '.4f'}}" for key, v in shown.items())
 
 
-def write_run_report(result: "TrainResult", device: str) -> None:
+def write_run_report(result: TrainResult, device: str, console: Terminal) -> None:
     """Write the report of a finished run. The model is saved by now: an error here is a note.
 
     Only the first of several processes does so, after the process group has ended: it takes a while, and no other
     process should wait for it.
     """
-    from vitlab.report import write_report
-
     if not result.first:
         return
     later = f"`vitlab report {result.folder}` writes it later"

@@ -13,7 +13,7 @@ from vitlab.data.decoder import HEIC_FIX, DecodeHint
 from vitlab.data.folder import is_special, log, walk_images, warn_skipped
 from vitlab.data.images import EXTENSIONS, HEIC, BrokenImage, decode
 from vitlab.errors import UserError
-from vitlab.predict.web import check_url, fetch, is_url, read_limited
+from vitlab.prediction.web import check_url, fetch, is_url, read_limited
 
 STDIN = "-"
 

@@ -42,7 +42,9 @@ def check_url(url: str, allowed: bool) -> None:
     if not is_url(url):
         raise UserError(f"'{url}' cannot be fetched; only http:// and https:// URLs can")
     if not allowed:
-        raise UserError(f"'{url}' is a URL, and nothing is fetched by default: add --allow-url")
+        raise UserError(
+            f"'{url}' is a URL, and nothing is fetched by default: add --allow-url, or in Python allow_url=True"
+        )
     try:
         parse_url(url)
     except Refused as error:

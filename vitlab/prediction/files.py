@@ -18,10 +18,10 @@ from vitlab.data.workers import BrokenEntry
 from vitlab.device import pick_workers
 from vitlab.errors import Stopped, UserError
 from vitlab.files import write_errors
-from vitlab.predict.classifier import Classifier
-from vitlab.predict.formats import TOP, Format, FormatName, make_format
-from vitlab.predict.inputs import STDIN, Inputs, find_inputs
-from vitlab.predict.stream import PredictionBatch, predict_stream
+from vitlab.prediction.classifier import Classifier
+from vitlab.prediction.formats import TOP, Format, FormatName, make_format
+from vitlab.prediction.inputs import STDIN, Inputs, find_inputs
+from vitlab.prediction.stream import PredictionBatch, predict_stream
 from vitlab.signals import catch_stop_signals
 from vitlab.terminal import progress
 

@@ -5,16 +5,22 @@ Shapes: b images in a batch, h and w the model's height and width, K classes.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from vitlab.data.workers import AHEAD, BrokenEntry, EvalReader, chunk_size, read_batches
-from vitlab.predict.classifier import Classifier, Prediction, Scores
-from vitlab.predict.inputs import Inputs
+from vitlab.data.workers import AHEAD, BrokenEntry, EvalReader, Images, chunk_size, read_batches
+from vitlab.prediction.classifier import Classifier, Prediction, Scores
 
 BATCH = {"cuda": 256, "mps": 64}
 CPU_BATCH = 16
+
+
+class NamedImages(Images, Protocol):
+    """Images by index, each with the name that its prediction has."""
+
+    def name(self, index: int) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,13 @@ class PredictionBatch:
 
 
 def predict_stream(
-    classifier: Classifier, inputs: Inputs, indices: range, *, top: int | None, batch: int | None = None, workers: int
+    classifier: Classifier,
+    inputs: NamedImages,
+    indices: range,
+    *,
+    top: int | None,
+    batch: int | None = None,
+    workers: int,
 ) -> Iterator[PredictionBatch]:
     """Yield the predictions of the inputs at `indices`, batch by batch."""
     size = batch or BATCH.get(classifier.device.type, CPU_BATCH)
