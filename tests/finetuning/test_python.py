@@ -77,14 +77,12 @@ def test_mistakes_are_one_line(run: vitlab.Run, photos: Path, weights: Path, tmp
 
 
 @pytest.mark.slow
-def test_python_and_the_command_line_make_the_same_run(
-    photos: Path, weights: Path, tmp_path: Path, command: Command
-) -> None:
+def test_python_and_the_command_line_make_the_same_run(weights: Path, tmp_path: Path, command: Command) -> None:
     settings: dict[str, Any] = {**HOW, "steps": 4, "area": (0.5, 1), "flip": False, "image_size": 8}
-    run = vitlab.finetune(photos, weights, out=tmp_path / "python", **settings)
+    run = vitlab.finetune("digits", weights, out=tmp_path / "python", **settings)
     words = ("--weights", str(weights), "--out", str(tmp_path / "cli"))
     pairs = ("steps=4", "area=0.5,1", "flip=false", "image_size=8")
-    code, _, complaint = command("finetune", str(photos), *words, *PAIRS, *pairs)
+    code, _, complaint = command("finetune", "digits", *words, *PAIRS, *pairs)
     assert code == 0, complaint
     first, second = (vitlab.load(folder).state_dict() for folder in (run.folder, tmp_path / "cli"))
     assert all(torch.equal(first[name], second[name]) for name in first)
