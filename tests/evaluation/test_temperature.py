@@ -32,6 +32,13 @@ def draw(n: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return logits, labels
 
 
+def test_of_labels_that_are_all_wrong_or_all_right_it_is_within_its_limits() -> None:
+    """A model with such a temperature can be saved and loaded."""
+    logits = np.eye(3)[[0, 1, 2] * 400] * 1e-6
+    assert 1 / 100 <= fit_temperature(logits, np.array([0, 1, 2] * 400)).value < 1
+    assert fit_temperature(1e9 * logits, np.array([1, 2, 0] * 400)).value == 100
+
+
 @pytest.mark.parametrize(("n", "k"), [(7, 3), (200, 5), (1000, 37)])
 def test_it_has_the_least_log_loss_by_scipy(n: int, k: int) -> None:
     logits, labels = draw(n, k)

@@ -18,7 +18,7 @@ from vitlab.errors import UserError
 from vitlab.terminal import Terminal
 
 GROUPS = {
-    "Your photos": ("demo", "finetune", "predict", "serve", "report", "evaluate", "inspect", "data"),
+    "Your photos": ("demo", "finetune", "predict", "serve", "report", "evaluate", "inspect", "embed", "search", "data"),
     "Research": ("train", "recipes", "bench", "fewshot", "probe", "vtab", "models", "cost"),
     "Tools": ("export", "convert"),
 }

@@ -53,6 +53,6 @@ def fit_temperature(logits: NDArray[np.floating], labels: Ints) -> Temperature:
         b = float(np.exp(-middle))
         too_sure = (z * softmax(b * z)).sum(1).mean() > wanted  # f' > 0: b is too large, and T too small
         low, high = (middle, high) if too_sure else (low, middle)
-    value = float(np.clip(np.exp((low + high) / 2), 1 / LARGEST, LARGEST))  # exp rounds
+    value = float(np.exp((low + high) / 2).clip(1 / LARGEST, LARGEST))  # exp(log(100)) is above 100
     before, after = (calibration(softmax(z / t), labels).error for t in (1.0, value))
     return Temperature(value, before, after, len(z))
