@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import html
 import io
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from docs_commands import check_command
 from PIL import Image
 
@@ -21,10 +23,11 @@ from vitlab.data.source import ArraySource, Data
 from vitlab.evaluation.evaluate import score
 from vitlab.evaluation.result import Evaluation
 from vitlab.evaluation.scores import confusion
+from vitlab.models.unknown import Unknown
 from vitlab.models.variants import build, configure
 from vitlab.report import gallery
 from vitlab.report import subject as subjects
-from vitlab.report.collect import collect, commands_for, last_loss
+from vitlab.report.collect import beyond_limit, collect, commands_for, last_loss
 from vitlab.report.gallery import EXTRA, OF_CLASS, OF_PAIR, RIGHT, SIDE, choose_mistakes, choose_right, make_gallery
 from vitlab.report.history import History
 from vitlab.report.matrix import COMPLETE, LEVELS, PART, frequent_mistakes, make_matrix
@@ -209,12 +212,19 @@ def test_facts_are_those_of_the_run() -> None:
     assert known.unsure[:2] == (int((found.guesses == found.labels)[order[:20]].sum()), 20)
     assert found.confidence[order[19]] <= known.unsure[2] <= found.confidence[order[20]]
     other = collect(one, subjects.Tested(found, 1.0), [], own=False)
-    assert other.validation is other.train_images is None
+    assert other.validation is None
+    assert other.train_images is None
     stages = {"pending": {"tuned": None}, "head": {"tuned": None, "steps": 0}, "dropped": {"tuned": 0.8}}
     for stage, change in stages.items():
         early = dataclasses.replace(one, stages=dataclasses.replace(STAGED, **change))  # type: ignore[arg-type]
         seen = collect(early, subjects.Tested(found, 1.0, "validation"), [], own=True)
         assert (seen.stage, seen.curve) == (stage, None)
+
+
+def test_the_images_beyond_the_limit_of_refusals_are_counted() -> None:
+    none = torch.zeros(0)
+    unknown = Unknown(none, none, none, none, none, held_out=torch.linspace(0, 1, 100), rate=0.05)
+    assert beyond_limit(unknown) == (100 - math.ceil(101 * 0.95), 100)  # a new image is beyond it in 5 of 101 cases
 
 
 @pytest.mark.parametrize(
@@ -382,8 +392,9 @@ def test_wide_tables_show_that_there_is_more(browser: "sync_api.Browser", report
     phone.page.eval_on_selector(f"{box} .wide", "e => { e.scrollLeft = e.scrollWidth; }")
     phone.page.wait_for_function(f"!document.querySelector('{box}').classList.contains('after')")
     assert phone.page.eval_on_selector(box, after) == [False, "0"]
-    name = phone.page.locator(".matrix tbody th").first
-    assert (name.bounding_box() or {})["x"] >= 0  # the names of rows stay
+    name = phone.page.locator(".matrix tbody th").first.bounding_box()
+    assert name is not None
+    assert name["x"] >= 0  # the names of rows stay
     phone.check()
     screen = visit(browser, reports[4][0], 1280)
     assert screen.page.locator(".scroll.after").count() == 0

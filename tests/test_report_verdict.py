@@ -233,10 +233,16 @@ def test_other_images_and_refusals() -> None:
     shifted = facts(even(4, 60, 10), validation=(98, 100))
     assert shifted.is_shifted
     assert not facts(even(4, 60, 10), validation=(9, 10)).is_shifted
+    close = facts(even(4, 60, 10), validation=(41, 50))  # 1 in 54 by chance, but of 8 states it was the best
+    assert close.is_shifted
+    assert 0.05 / 8 < stats.fisher_exact([[240, 120], [41, 9]], "less")[1] < 0.05
+    assert not dataclasses.replace(close, curve=curve(RISING)).is_shifted
     assert not dataclasses.replace(shifted, split="validation").is_shifted
     assert any("another camera" in remark.text for remark in judge(shifted, Commands()).remarks)
-    assert facts(even(4, 20, 2), refused=(20, 0.05)).refuses_too_many
-    assert not facts(even(4, 20, 2), refused=(8, 0.05)).refuses_too_many
+    assert facts(even(4, 20, 2), refused=(20, 0.05), refused_before=(20, 400)).refuses_too_many
+    assert not facts(even(4, 20, 2), refused=(8, 0.05), refused_before=(20, 400)).refuses_too_many
+    assert not facts(even(4, 20, 2), refused=(20, 0.05), refused_before=(1, 20)).refuses_too_many  # a limit of few
+    assert not facts(even(4, 20, 2), refused=(4, 0.05), refused_before=(0, 400)).refuses_too_many  # as promised
     doubt = judge(facts(even(4, 60, 10), unsure=(12, 36, 0.6)), Commands(predict="vitlab predict run photos/"))
     assert "Of its 120 mistakes, 24 are among the 36 answers of which it was less than 60\xa0% sure." in [
         s.why for s in doubt.steps
@@ -244,12 +250,23 @@ def test_other_images_and_refusals() -> None:
     assert not facts(even(4, 60, 10), unsure=(24, 36, 0.6)).knows_doubt
 
 
+def test_refusals_by_a_limit_from_few_images_raise_few_alarms() -> None:
+    """Images like those that set the limit: however few these are, at most 5 % of all cases are called unlike them."""
+    g, alarms = np.random.default_rng(0), 0
+    for _ in range(400):
+        held, new = np.sort(g.normal(size=40)), g.normal(size=200)
+        limit = held[-2]  # two of 41 are beyond it on average
+        number = int((new > limit).sum())
+        alarms += facts(even(4, 44, 2), refused=(number, 0.05), refused_before=(1, 40)).refuses_too_many
+    assert alarms <= 0.07 * 400
+
+
 def test_steps_are_in_the_order_of_their_gain() -> None:
     matrix = even(5, 40, 0)
     matrix[1] = [20, 20, 0, 0, 0]
     many = np.full(5, 200)
     commands = Commands("again", "longer", review="review")
-    found = judge(facts(matrix, train_images=many, doubtful=160, curve=curve(RISING, FALLING)), commands).steps
+    found = judge(facts(matrix, train_images=many, doubtful=800, curve=curve(RISING, FALLING)), commands).steps
     assert [step.gain for step in found] == sorted((step.gain for step in found), reverse=True)
     assert [step.command for step in found][:3] == ["again", "review", "longer"]  # 10, 8 and 6 points
     few = judge(facts(matrix, train_images=many, doubtful=4, curve=curve(RISING, FALLING)), commands).steps

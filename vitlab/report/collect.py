@@ -14,6 +14,7 @@ from vitlab.data.source import Data
 from vitlab.evaluation.multi_result import MultiEvaluation
 from vitlab.evaluation.result import Evaluation
 from vitlab.evaluation.review import LABEL, TWO_LABELS
+from vitlab.models.unknown import Unknown
 from vitlab.report.facts import Curve, Facts, Stage
 from vitlab.report.history import History
 from vitlab.report.subject import Subject, Tested
@@ -27,7 +28,9 @@ SEEN = 2_000  # images: as many steps of fine-tuning bring most of what it can, 
 TRAIN = 3.2  # seconds of a training step on an image, in those of its forward pass
 
 
-def collect(subject: Subject, tested: Tested, findings: Sequence[Finding], own: bool) -> Facts:
+def collect(
+    subject: Subject, tested: Tested, findings: Sequence[Finding], own: bool, unknown: Unknown | None = None
+) -> Facts:
     """The facts; `own` is whether the images are of the set that the run was trained on."""
     scores, data, history = tested.scores, subject.data, subject.history
     stage = stage_of(subject.stages)
@@ -47,6 +50,7 @@ def collect(subject: Subject, tested: Tested, findings: Sequence[Finding], own: 
         train_images=count_training(data, scores.names) if own else None,
         validation=held_out(subject) if own else None,
         refused=None if refused is None else (refused["images"], refused["promised"]),
+        refused_before=(0, 0) if unknown is None else beyond_limit(unknown),
         unsure=least_confident(scores) if isinstance(scores, Evaluation) else None,
         doubtful=sum(f.problem in (LABEL, TWO_LABELS) and not f.decision for f in findings),
         scratch=subject.start is None and min(subject.config.image_size) >= PHOTO,
@@ -115,6 +119,11 @@ def held_out(subject: Subject) -> tuple[int, int] | None:
     else:
         return None
     return round(share * len(held)), len(held)
+
+
+def beyond_limit(unknown: Unknown) -> tuple[int, int]:
+    """Of the held-out images that set the limit for refusals, those beyond it, and all."""
+    return int((unknown.held_out > unknown.limit).sum()), len(unknown.held_out)
 
 
 def least_confident(scores: Evaluation) -> tuple[int, int, float] | None:

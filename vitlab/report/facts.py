@@ -95,6 +95,7 @@ class Facts:
     train_images: Ints | None = None  # (K,)
     validation: tuple[int, int] | None = None  # images that were right, and all of them
     refused: tuple[int, float] | None = None  # images, and the share that was promised at most
+    refused_before: tuple[int, int] = (0, 0)  # of the images that set the limit for it, those beyond it, and all
     unsure: tuple[int, int, float] | None = None  # right ones of the least confident images, all of these, confidence
     doubtful: int = 0  # labels that are worth a look
     scratch: bool = False  # whether training started from random weights
@@ -190,10 +191,14 @@ class Facts:
 
     @property
     def is_shifted(self) -> bool:
-        """Whether the test images are harder than the validation images, beyond chance."""
+        """Whether the test images are harder than the validation images, beyond chance.
+
+        The validation images chose among the model's states, and the best of many is too good by chance as well.
+        """
         if self.split != "test" or self.validation is None:
             return False
-        return as_few(self.right, self.total, *self.validation_counts) < RARE
+        states = 1 if self.curve is None else max(1, len(self.curve.score))
+        return as_few(self.right, self.total, *self.validation_counts) * states < RARE
 
     @property
     def validation_counts(self) -> tuple[int, int]:
@@ -201,8 +206,14 @@ class Facts:
 
     @property
     def refuses_too_many(self) -> bool:
-        """Whether images of known classes are refused more often than promised, beyond chance."""
-        return self.refused is not None and at_least(self.refused[0], self.total, self.refused[1]) < RARE
+        """Whether images of known classes are refused more often than promised, beyond chance.
+
+        The limit is an order statistic of held-out images. If these are like the others, the number of images beyond
+        it has the distribution of Fisher's exact test.
+        """
+        if self.refused is None or self.refused[0] <= self.refused[1] * self.total:
+            return False
+        return as_few(*self.refused_before, self.refused[0], self.total) < RARE
 
     @property
     def knows_doubt(self) -> bool:

@@ -96,7 +96,7 @@ def make_page(
     verdict = None
     if tested:
         own = not isinstance(data, str)
-        verdict = judge(collect(subject, tested, findings, own), commands_for(subject))
+        verdict = judge(collect(subject, tested, findings, own, model.card.unknown), commands_for(subject))
     groups = worth_a_look(findings, opened)
     return render(subject, tested, verdict, mistakes, gallery, figures, groups), scores
 

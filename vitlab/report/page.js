@@ -19,7 +19,7 @@ for (const box of all(".wide")) {
   update();
 }
 
-// ---- the photos of a cell of the confusion matrix
+// ---- the photos of a cell of the matrix
 
 const dialog = document.getElementById("cell");
 const named = (number) => dialog.querySelector(`option[value="${number}"]`)?.textContent ?? number;

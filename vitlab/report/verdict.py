@@ -13,7 +13,7 @@ from vitlab.report.facts import PRECISE, Curve, Facts, Stage, Trend
 DOUBLED = 0.2  # twice as many training images
 LONGER = 0.2  # longer training of a model that does not know its training images
 AUGMENTED = 0.05
-UNSURE = 0.5  # half of the labels that are worth a look are wrong
+MISLABELED = 0.1  # of the labels that are worth a look, one in ten is wrong
 FINETUNED = 0.3  # all weights after a head alone, see docs/finetuning.md
 PRETRAINED = 0.5  # weights to start from
 
@@ -217,7 +217,7 @@ def refusals(facts: Facts) -> Remark | None:
     number, promised = facts.refused
     return Remark(
         f"It refuses {number:,} of {plural(facts.total, f'{facts.split} image')} as none of its classes, more than the "
-        f"promised {percent(promised)}: these images are unlike those that it learned from."
+        f"promised {percent(promised)} beyond chance: these images are unlike those that it learned from."
     )
 
 
@@ -237,8 +237,9 @@ def next_steps(facts: Facts, commands: Commands) -> Iterator[Step]:
         yield Step("Try stronger augmentation", why, commands.stronger, AUGMENTED * facts.error)
     images = 0 if facts.train_images is None else int(facts.train_images.sum())
     if facts.doubtful:
-        gain = min(facts.error, UNSURE * facts.doubtful / max(1, images))
-        why = f"{plural(facts.doubtful, 'label')} in it may be wrong. Write down what you decide, and train again."
+        gain = min(facts.error, MISLABELED * facts.doubtful / max(1, images))
+        why = f"{plural(facts.doubtful, 'label')} in it may be wrong: models that had not seen the image find another "
+        why += "class more likely. Write down what you decide, and train again."
         yield Step("Check the labels in review.csv", why, commands.review, gain)
     if facts.knows_doubt and facts.unsure is not None:
         right, number, below = facts.unsure
@@ -278,7 +279,8 @@ def more_images(facts: Facts, commands: Commands) -> Step:
     gain = float(facts.share_of_others(k) * facts.images[k] - facts.found[k]) / float(facts.images.sum())
     unit = "of the images would be right" if facts.matrix is not None else "of the labels would be found"
     why = f"If it were found as often as the others, {100 * gain:.1f} points more {unit}."
-    if facts.train_images is not None and facts.train_images.any():
+    if facts.train_images is not None:
         own, typical = int(facts.train_images[k]), float(np.median(facts.train_images))
-        why += f" It has {plural(own, 'training image')}, the typical class {typical:,.0f}."
+        if own < typical:
+            why += f" It has {plural(own, 'training image')}, the typical class {typical:,.0f}."
     return Step(f"Add training images of {facts.names[k]}", why, commands.again, gain)
