@@ -171,6 +171,7 @@ PAGES: dict[str, Page] = {
     "docs/api.md": Page(),
     "docs/data.md": Page(files={"photos": lambda path: class_folders(path, 15)}),
     "docs/design.md": Page(names=lambda: images(384)),
+    "docs/report.md": Page(),
     "docs/finetuning.md": Page(
         files={"photos": class_folders},
         append={"vitlab finetune": f"--weights none {TUNED}"},
