@@ -171,6 +171,7 @@ PAGES: dict[str, Page] = {
     "docs/api.md": Page(),
     "docs/data.md": Page(files={"photos": lambda path: class_folders(path, 15)}),
     "docs/design.md": Page(names=lambda: {**images(384), "photo": Image.new("RGB", (40, 32))}),
+    "docs/report.md": Page(),
     "docs/finetuning.md": Page(
         files={"photos": class_folders, "cat.jpg": photo},
         replace={"minutes=5, ": f'weights="none", warmup=0, {TUNED_IN_PYTHON}, '},

@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import hashlib
 import io
 import json
 import os
@@ -34,10 +35,12 @@ from vitlab.models.variants import build, configure
 from vitlab.plots.curves import smoothed
 from vitlab.plots.inside import overlay
 from vitlab.report import make, write_report
-from vitlab.report.describe import describe_recipe, model_name, si_number
+from vitlab.report.describe import describe_model, describe_recipe, model_name, si_number
 from vitlab.report.history import read_history, training_seconds
 from vitlab.report.images import MOST, worst_mistakes
-from vitlab.report.page import Subject, templates
+from vitlab.report.matrix import PART
+from vitlab.report.page import templates
+from vitlab.report.subject import Subject
 from vitlab.training.loop import train
 from vitlab.training.recipe import make_recipe
 from vitlab.training.trust import remember_recipe
@@ -62,7 +65,7 @@ SMALL = make_recipe(
     threads=1,
 )
 Guesses = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
-VOID = {"meta", "img", "source", "br", "rect"}
+VOID = {"meta", "img", "source", "br", "rect", "input"}
 
 
 class Page(HTMLParser):
@@ -89,7 +92,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] != "style":
+        if self.open and self.open[-1] not in ("style", "script"):
             self.text += re.sub(r"\s+", " ", data)
 
     def named(self, tag: str) -> list[dict[str, str | None]]:
@@ -160,7 +163,7 @@ def test_mistakes_show_the_digit_and_where_the_model_looked(run: Path, page: Pag
     first = int(wrong[np.argmax(odds[wrong])])
     digit = np.asarray(open_data("digits").test.image(first)).astype(np.float64)
     images = [tag["src"] for tag in page.named("img") if (tag["src"] or "").startswith("data:image/jpeg")]
-    assert len(images) == 2 * MOST
+    images = images[: 2 * MOST]  # thumbnails follow
     shown, looked = pixels(images[0]).astype(float), pixels(images[1]).astype(float)
     side = shown.shape[0] // 8
     assert np.abs(shown.reshape(8, side, 8, side, 3).mean((1, 3)) - digit).max() < 12  # JPEG
@@ -199,23 +202,29 @@ def subject_of(run: Path) -> Subject:
 
 def test_the_page_is_one_balanced_file_that_loads_nothing(run: Path, page: Page) -> None:
     assert page.open == []
-    assert not page.named("script")
+    assert page.named("script") == [{}]  # one, in the page itself
     assert not page.named("link")
     linked = [value for _, tag in page.tags for key, value in tag.items() if key in ("src", "srcset", "href")]
     assert len(linked) >= 2 * MOST + 10
     assert all((value or "").startswith("data:image/") for value in linked)
-    assert "url(" not in (run / "report.html").read_text()
+    text = (run / "report.html").read_text()
+    assert "url(" not in text
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = [tag["content"] or "" for tag in page.named("meta") if "http-equiv" in tag]
+    assert f"script-src 'sha256-{digest}';" in policy
+    assert policy.startswith("default-src 'none';")
 
 
 def test_every_image_has_alt_text_and_figures_a_dark_version(page: Page) -> None:
     assert all(tag["alt"] for tag in page.named("img"))
     sources = page.named("source")
-    assert len(sources) == 5  # loss, rate, accuracy, confusion, calibration
+    assert len(sources) == 4  # loss, rate, accuracy, calibration
     assert any((tag["alt"] or "").startswith("Validation accuracy by step") for tag in page.named("img"))
     assert "validation is 0.1 of the training images, held out" in page.text
     assert all("dark" in (tag["media"] or "") for tag in sources)
     lights = [tag["src"] for tag in page.named("img") if (tag["src"] or "").startswith("data:image/png")]
-    assert len(set(lights) | {tag["srcset"] for tag in sources}) == 10
+    assert len(set(lights) | {tag["srcset"] for tag in sources}) == 8
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
@@ -246,7 +255,9 @@ def test_many_classes_are_folded_and_listed_by_pairs() -> None:
     assert Page(section("classes", found)).text.count("kind ") == 80
     few = score(logits[:, :9], labels % 9, names[:9], "", tuple(map(str, range(400))))
     assert "<details" not in section("classes", few)
-    assert Page(section("confusions", found, None)).text.count("taken for") == 20
+    rows = Page(section("confusions", found))
+    assert rows.text.count("taken for") == 20
+    assert len([tag for tag in rows.named("th") if tag["scope"] == "row"]) == PART
 
 
 def test_a_perfect_score_has_a_lower_bound() -> None:
@@ -254,7 +265,7 @@ def test_a_perfect_score_has_a_lower_bound() -> None:
     found = score(logits, np.arange(30) % 3, ("a", "b", "c"), "", tuple(map(str, range(30))))
     least = 100 * 30 / (30 + 1.959964**2)  # Wilson's lower bound where all of 30 are right
     assert f"{least:.1f} to 100.0 %" in Page(section("tiles", found, "test")).text
-    assert "No class was taken for another" in section("confusions", found, None)
+    assert "No class was taken for another" in section("confusions", found)
     assert section("mistakes", found, []).strip() == ""
 
 
@@ -321,6 +332,8 @@ def test_descriptions() -> None:
     frozen = dataclasses.replace(SMALL, freeze="body", optimizer="sgd", decay="constant", warmup=0, ema=0.0)
     text = describe_recipe(frozen, 64, frozen.steps or 0)
     assert text.startswith("Only the head was trained for 40 steps of 64 images (each training image about 40 times)")
+    assert "(each training image about once), at 8 x 8 pixels" in describe_recipe(frozen, 40 * 64)
+    assert describe_model(configure("Ti/16", {"depth": 1, "heads": 1})).startswith("1 layer of 1 head, width 192")
     assert "SGD with a learning rate of 0.005. Images were cropped to 80 to 100 % of their area." in text
 
 

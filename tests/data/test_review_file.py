@@ -56,6 +56,8 @@ def test_decisions_change_labels_and_leave_images_out(data: Data, tmp_path: Path
     found = decide(data, tmp_path / "review.csv", words)
     assert found.classes == data.classes
     assert found.note.endswith("by review.csv, 2 labels are changed and 2 images left out")
+    one = decide(data, tmp_path / "one.csv", {("train", 0): "elk", ("train", 3): "remove"})
+    assert one.note.endswith("by one.csv, 1 label is changed and 1 image left out")
     left = [i for i in range(len(data.train)) if i != 3]
     assert [found.train.name(i) for i in range(len(found.train))] == [data.train.name(i) for i in left]
     expected = data.train.labels[left].copy()

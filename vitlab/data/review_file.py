@@ -134,7 +134,9 @@ def apply_review(data: Data, path: Path) -> Data:
     for name, (line, _) in decided.items():
         if name not in seen:
             raise UserError(f"line {line} of '{path}' names '{name}', which is no image of {data.name} as it is opened")
-    note = f"{data.note}; by {path.name}, {changed} labels are changed and {removed} images left out"
+    relabeled = "1 label is" if changed == 1 else f"{changed} labels are"
+    left_out = "1 image" if removed == 1 else f"{removed} images"
+    note = f"{data.note}; by {path.name}, {relabeled} changed and {left_out} left out"
     return replace(data, **parts, note=note)
 
 

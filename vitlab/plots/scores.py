@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitlab.plots.style import COLORS, FAINT, INK, MAP, drawing, new_figure, shorten
+from vitlab.plots.style import COLORS, FAINT, INK, drawing, new_figure, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+BLUE = "#00528C"  # all images of a class; none is white
 COUNTED = 15  # classes up to which cells show their number of images
 NAMED = 60  # classes up to which rows and columns show their names
 
@@ -28,8 +29,7 @@ def confusion_figure(matrix: Ints, names: Sequence[str]) -> "Figure":
         matrix = matrix[np.ix_(shown, shown)]
     k = len(shown)
     with drawing():
-        import matplotlib
-        from matplotlib.colors import PowerNorm
+        from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
         cell = 0.5 if k <= COUNTED else 0.22
         side = min(max(3.0, cell * k), 13.0) if k <= NAMED else 8.0
@@ -37,7 +37,7 @@ def confusion_figure(matrix: Ints, names: Sequence[str]) -> "Figure":
         axes = figure.add_subplot()
         images = matrix.sum(1, keepdims=True)
         share = np.ma.masked_where(np.broadcast_to(images == 0, matrix.shape), matrix / np.maximum(images, 1))
-        colors = matplotlib.colormaps[MAP].with_extremes(bad="#D9D9D9")
+        colors = LinearSegmentedColormap.from_list("blue", ["#FFFFFF", BLUE]).with_extremes(bad="#D9D9D9")
         # the square root makes a few per cent of confusion visible
         image = axes.imshow(share, cmap=colors, norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
         bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, ticks=[0, 0.01, 0.05, 0.2, 0.5, 1])
@@ -72,7 +72,7 @@ def name_axes(axes: Any, names: Sequence[str], numbers: Ints) -> None:
 def write_counts(axes: Any, matrix: Ints, share: Any) -> None:
     for (i, j), images in np.ndenumerate(matrix):
         if images:
-            dark = float(share[i, j]) < 0.4
+            dark = float(share[i, j]) > 0.6
             size = 9 if images < 1000 else 7 if images < 100_000 else 5
             axes.text(j, i, f"{images}", ha="center", va="center", fontsize=size, color="white" if dark else "black")
 

@@ -23,10 +23,11 @@ def describe_model(config: ModelConfig) -> str:
     """A model's layers and the size of its images."""
     pixels = f"{config.image_size[0]} x {config.image_size[1]} pixels"
     if isinstance(config, ResNetConfig):
-        return f"{sum(config.stages)} units in {len(config.stages)} stages, images of {pixels}"
+        units, stages = plural(sum(config.stages), "unit"), plural(len(config.stages), "stage")
+        return f"{units} in {stages}, images of {pixels}"
     h, w = config.grid
     return (
-        f"{config.depth} layers of {plural(config.heads, 'head')}, width {config.width}, "
+        f"{plural(config.depth, 'layer')} of {plural(config.heads, 'head')}, width {config.width}, "
         f"{h} x {w} patches of images of {pixels}"
     )
 
@@ -65,11 +66,12 @@ def describe_recipe(recipe: Recipe, images: int, steps: int) -> str:
     what = "Only the head was trained" if recipe.freeze == "body" else "All weights were trained"
     kind = {"sgd": "SGD", "adamw": "AdamW"}[recipe.optimizer]
     passes = f"{steps * recipe.batch / max(1, images):.1f}".removesuffix(".0")
+    times = "once" if passes == "1" else f"{passes} times"
     decay = {"cosine": ", then cosine decay", "linear": ", then linear decay", "constant": ""}[recipe.decay]
     warmup = f", reached over {plural(recipe.warmup, 'step')}" if recipe.warmup else ""
     sentences = [
-        f"{what} for {plural(steps, 'step')} of {plural(recipe.batch, 'image')} (each training image about {passes} "
-        f"times), at {recipe.image_size[0]} x {recipe.image_size[1]} pixels.",
+        f"{what} for {plural(steps, 'step')} of {plural(recipe.batch, 'image')} (each training image about {times}), "
+        f"at {recipe.image_size[0]} x {recipe.image_size[1]} pixels.",
         f"{kind} with a learning rate of {recipe.lr:g}{warmup}{decay}.",
         describe_augment(recipe.augment),
     ]

@@ -35,8 +35,14 @@ class History:
     metric: str  # of the evaluations: accuracy, or map (mean average precision) on a multi-label set
     accuracy: Floats  # (T,) that on the split
     averaged: Floats | None  # (T,) likewise, with averaged weights
+    held_loss: Floats | None  # (T,) the loss on the split, with averaged weights where there are; None if not logged
     seconds: float  # spent on training steps alone, without tests
     speed: float  # images a second, the median; 0 where nothing was logged
+
+    @property
+    def newest(self) -> Floats:
+        """The metric of the evaluations, with averaged weights where the run has them, (T,)."""
+        return self.accuracy if self.averaged is None else self.averaged
 
 
 def read_history(folder: Path) -> History:
@@ -63,6 +69,7 @@ def parse_history(stored: StoredRun, records: list[dict[str, Any]]) -> History:
     speeds = [record_field(record, "speed") for record in records if "speed" in record]
     averaged = all("ema" in record for record in tests) and tests
     metric = "map" if tests and "map" in record_field(tests[0], split) else "accuracy"
+    newest = [record_field(record, "ema" if averaged else split) for record in tests]
     return History(
         stored.recipe,
         stored.images,
@@ -71,7 +78,8 @@ def parse_history(stored: StoredRun, records: list[dict[str, Any]]) -> History:
         column(tests, "step", np.int64),
         metric,
         column([record_field(record, split) for record in tests], metric),
-        column([record_field(record, "ema") for record in tests], metric) if averaged else None,
+        column(newest, metric) if averaged else None,
+        column(newest, "loss") if newest and all("loss" in record for record in newest) else None,
         training_seconds(speeds, stored.recipe.batch),
         float(np.median(column(speeds, "images_per_second"))) if speeds else 0.0,
     )

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 
 from vitlab.analysis.class_map import class_map
+from vitlab.data.images import BrokenImage
 from vitlab.data.source import ImageSource
 from vitlab.data.transforms import eval_pixels, normalize
 from vitlab.device import pick_device
@@ -139,6 +140,17 @@ def resize_for_page(pixels: Bytes) -> Bytes:
         return pixels.repeat(times, 0).repeat(times, 1)
     size = max(1, round(width * factor)), max(1, round(height * factor))
     return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS)) if factor < 1 else pixels
+
+
+def square(source: ImageSource, index: int, side: int) -> str | None:
+    """The middle of an image as a small square, as a data: URL; None where it cannot be read."""
+    try:
+        image = source.image(index, lambda size: min(size) / side)
+    except BrokenImage:
+        return None
+    enlarged = min(image.size) < side // 2
+    kind = Image.Resampling.NEAREST if enlarged else Image.Resampling.LANCZOS
+    return jpeg_url(np.asarray(ImageOps.fit(image, (side, side), kind)))
 
 
 def jpeg_url(pixels: Bytes) -> str:

@@ -1,6 +1,6 @@
 """`report.html`: read a run, test its model once more image by image, and write the result as one page.
 
-The page loads nothing from elsewhere: images are embedded, and it has no script.
+The page loads nothing from elsewhere: images and its script are part of it.
 """
 
 import contextlib
@@ -23,11 +23,14 @@ from vitlab.evaluation.result import Evaluation
 from vitlab.files import write_text
 from vitlab.models.variants import Model, build
 from vitlab.plots import curves, scores, style
-from vitlab.plots.scores import NAMED
+from vitlab.report.collect import collect, commands_for
+from vitlab.report.gallery import WRONG, make_gallery
 from vitlab.report.history import History, read_history
 from vitlab.report.images import MOST, PageFigure, embed_figure, worst_mistakes
-from vitlab.report.page import Subject, Tested, render
+from vitlab.report.page import render
 from vitlab.report.review import worth_a_look
+from vitlab.report.subject import Subject, Tested
+from vitlab.report.verdict import judge
 from vitlab.terminal import progress, warn
 from vitlab.training.recipe import Recipe
 from vitlab.training.setup import RECIPE, open_recipe_data
@@ -89,16 +92,24 @@ def make_page(
     scores = score_model(model, opened.test, device, keep) if model.config.classes else None
     tested = Tested(scores, time.monotonic() - start, split) if scores else None
     single = scores if isinstance(scores, Evaluation) else None
-    with progress("report", 5 + MOST) as done:
+    wrong = int((single.guesses != single.labels).sum()) if single else 0
+    with progress("report", 5 + min(wrong, MOST) + min(wrong, WRONG)) as done:
         try:
             mistakes = worst_mistakes(single, model, opened.test, device, done) if single else []
         except BrokenImage as broken:  # it could be read a moment ago
             raise UserError(f"'{broken.name}' cannot be read as an image any more: {broken.why}") from None
+        gallery = make_gallery(single, opened.test, done) if single else None
         figures = draw_figures(history, single)
         done(5)
     with contextlib.suppress(UserError):  # where they cannot be written, neither can the report, which comes next
         write_samples(folder, opened.test)  # for the page of `vitlab serve`
-    return render(subject, tested, mistakes, figures, worth_a_look(find_review(folder), opened)), scores
+    findings = find_review(folder)
+    verdict = None
+    if tested:
+        own = not isinstance(data, str)
+        verdict = judge(collect(subject, tested, findings, own, model.card.unknown), commands_for(subject))
+    groups = worth_a_look(findings, opened)
+    return render(subject, tested, verdict, mistakes, gallery, figures, groups), scores
 
 
 def find_review(folder: Path) -> list[Finding]:
@@ -142,6 +153,4 @@ def draw_figures(history: History, tested: Evaluation | None) -> dict[str, PageF
         figures["accuracy"] = embed_figure(curves.accuracy_figure(title, *lines))
     if tested is not None:
         figures["calibration"] = embed_figure(scores.calibration_figure(**vars(tested.calibration)))
-        if len(tested.names) <= NAMED:
-            figures["confusion"] = embed_figure(scores.confusion_figure(tested.matrix, tested.names))
     return figures

@@ -1,89 +1,54 @@
-"""The page of a report, rendered from page.html and sections.html; Jinja2 escapes every value."""
+"""The page of a report, rendered from page.html and sections.html with page.js; Jinja2 escapes every value."""
 
+import base64
 import functools
+import hashlib
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from vitlab import __version__
-from vitlab.cost import Cost
-from vitlab.data.review_file import NAME as REVIEW
-from vitlab.data.source import Data
-from vitlab.evaluation.multi_result import MultiEvaluation
 from vitlab.evaluation.result import Evaluation
-from vitlab.models.config import ModelConfig, ResNetConfig
-from vitlab.plots.scores import COUNTED
+from vitlab.models.config import ResNetConfig
 from vitlab.report import describe
-from vitlab.report.history import History
+from vitlab.report.collect import review_command
+from vitlab.report.gallery import Gallery
 from vitlab.report.images import Mistake, PageFigure
+from vitlab.report.matrix import LEVELS, frequent_mistakes, make_matrix
 from vitlab.report.review import LookGroup
+from vitlab.report.subject import Subject, Tested
+from vitlab.report.verdict import Verdict
 from vitlab.training.recipe import Recipe, flat
-from vitlab.training.stages import Stages
 
-
-@dataclass(frozen=True)
-class Subject:
-    """What the report is about; `data` is what the model was tested on, `size` the bytes of its file."""
-
-    run: str
-    history: History
-    config: ModelConfig
-    data: Data
-    cost: Cost
-    size: int
-    stages: Stages | None = None  # of a run in stages
-
-    @property
-    def start(self) -> str | None:
-        """The weights that training started from, if any."""
-        return self.history.recipe.weights if self.stages is None else self.stages.weights
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether the model is that of the recipe, and not of a stage before it."""
-        return self.stages is None or self.stages.kept
-
-    @property
-    def run_flops(self) -> int:
-        """Operations of all training steps; a frozen body has no backward pass."""
-        recipe = self.history.recipe
-        flops = self.cost.forward_flops if recipe.freeze == "body" else self.cost.train_flops
-        return flops * self.steps * recipe.batch
-
-    @property
-    def steps(self) -> int:
-        """Those that were done: a run may end early."""
-        steps = self.history.steps
-        return int(steps[-1]) if len(steps) else self.history.recipe.steps or 0
-
-
-@dataclass(frozen=True)
-class Tested:
-    """The scores on some images, how long the test took, and which split they are."""
-
-    scores: Evaluation | MultiEvaluation
-    seconds: float
-    split: str = "test"
-
-    @property
-    def is_multi_label(self) -> bool:
-        return isinstance(self.scores, MultiEvaluation)
+SCRIPT = Path(__file__).with_name("page.js")
 
 
 def render(
     subject: Subject,
     tested: Tested | None,
+    verdict: Verdict | None,
     mistakes: list[Mistake],
+    gallery: Gallery | None,
     figures: dict[str, PageFigure],
     groups: Sequence[LookGroup] = (),
 ) -> str:
     """The page as HTML; characters that UTF-8 cannot encode, which file names may have, become question marks."""
-    page = templates().get_template("page.html")
-    title = Path(subject.run).name or subject.run
-    text = page.render(title=title, subject=subject, tested=tested, mistakes=mistakes, figures=figures, groups=groups)
+    page, script = templates().get_template("page.html"), SCRIPT.read_text("utf-8")
+    text = page.render(
+        title=Path(subject.run).name or subject.run,
+        script=Markup(script),
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),  # no other script may run
+        subject=subject,
+        tested=tested,
+        verdict=verdict,
+        mistakes=mistakes,
+        gallery=gallery,
+        figures=figures,
+        groups=groups,
+    )
     return text.encode("utf-8", "replace").decode()
 
 
@@ -92,9 +57,17 @@ def templates() -> Environment:
     """The templates of this folder, with the functions they use."""
     loader = PackageLoader("vitlab.report", ".")
     pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    functions = (confidence_gap, count_right, next_steps, review_command, setting_rows)
+    functions: tuple[Callable[..., object], ...] = (
+        class_options,
+        confidence_gap,
+        count_right,
+        evaluate_command,
+        file_name,
+        frequent_mistakes,
+    )
+    functions += (make_matrix, next_steps, review_command, setting_rows)
     pages.globals |= vars(describe) | {function.__name__: function for function in functions}
-    pages.globals |= {"version": __version__, "COUNTED": COUNTED}
+    pages.globals |= {"version": __version__, "LEVELS": LEVELS}
     return pages
 
 
@@ -113,6 +86,22 @@ def confidence_gap(scores: Evaluation) -> str:
     return f"{'slightly' if abs(gap) < 0.05 else 'far'} {'overconfident' if gap > 0 else 'underconfident'}"
 
 
+def class_options(scores: Evaluation, numbers: Iterable[int]) -> list[tuple[int, str]]:
+    """(number, name) of classes, each once, by name."""
+    return sorted(((number, scores.names[number]) for number in set(numbers)), key=lambda pair: (pair[1], pair[0]))
+
+
+def file_name(path: str) -> str:
+    """The last part of a path."""
+    return path.replace("\\", "/").rpartition("/")[2]
+
+
+def evaluate_command(subject: Subject) -> str:
+    """How to list every answer."""
+    words = ["vitlab", "evaluate", subject.run, subject.history.recipe.data, "--out", "scores"]
+    return shlex.join(words)
+
+
 def setting_rows(recipe: Recipe) -> list[tuple[str, str]]:
     """(name, value) of every setting that has a value."""
     settings = flat(recipe)
@@ -126,12 +115,6 @@ def value_text(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(value_text, value))
     return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def review_command(subject: Subject) -> str:
-    """How to train again with what was decided about the images that are worth a look."""
-    data, review = subject.history.recipe.data, Path(subject.run) / REVIEW
-    return f"vitlab finetune {shlex.quote(data)} --apply {shlex.quote(str(review))} --out runs/reviewed"
 
 
 def next_steps(subject: Subject) -> list[tuple[str, str]]:

@@ -3,14 +3,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from PIL import Image, ImageOps
-
-from vitlab.data.images import BrokenImage
 from vitlab.data.review_file import Finding, name_key
 from vitlab.data.source import Data, ImageSource
 from vitlab.evaluation.review import COPY, LABEL, OUTLIER, TWO_LABELS, TWO_SPLITS
-from vitlab.report.images import jpeg_url
+from vitlab.report.images import square
 
 SHOWN = 12  # cards of each kind
 SIDE = 160  # pixels of a thumbnail
@@ -64,14 +60,5 @@ def find_places(findings: Iterable[Finding], data: Data) -> dict[str, tuple[Imag
 
 
 def thumbnail(places: dict[str, tuple[ImageSource, int]], name: str) -> str | None:
-    """The middle of an image as a small square."""
-    if not name or name_key(name) not in places:
-        return None
-    source, index = places[name_key(name)]
-    try:
-        image = source.image(index, lambda size: min(size) / SIDE)
-    except BrokenImage:
-        return None
-    enlarged = min(image.size) < SIDE // 2
-    kind = Image.Resampling.NEAREST if enlarged else Image.Resampling.LANCZOS
-    return jpeg_url(np.asarray(ImageOps.fit(image, (SIDE, SIDE), kind)))
+    """The image of that name as a small square."""
+    return square(*places[name_key(name)], SIDE) if name and name_key(name) in places else None

@@ -1,0 +1,60 @@
+"""What a report is about: a run, its model and data, and how it was tested."""
+
+from dataclasses import dataclass
+
+from vitlab.cost import Cost
+from vitlab.data.source import Data
+from vitlab.evaluation.multi_result import MultiEvaluation
+from vitlab.evaluation.result import Evaluation
+from vitlab.models.config import ModelConfig
+from vitlab.report.history import History
+from vitlab.training.stages import Stages
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the report is about; `data` is what the model was tested on, `size` the bytes of its file."""
+
+    run: str
+    history: History
+    config: ModelConfig
+    data: Data
+    cost: Cost
+    size: int
+    stages: Stages | None = None  # of a run in stages
+
+    @property
+    def start(self) -> str | None:
+        """The weights that training started from, if any."""
+        return self.history.recipe.weights if self.stages is None else self.stages.weights
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the model is that of the recipe, and not of a stage before it."""
+        return self.stages is None or self.stages.kept
+
+    @property
+    def run_flops(self) -> int:
+        """Operations of all training steps; a frozen body has no backward pass."""
+        recipe = self.history.recipe
+        flops = self.cost.forward_flops if recipe.freeze == "body" else self.cost.train_flops
+        return flops * self.steps * recipe.batch
+
+    @property
+    def steps(self) -> int:
+        """Those that were done: a run may end early."""
+        steps = self.history.steps
+        return int(steps[-1]) if len(steps) else self.history.recipe.steps or 0
+
+
+@dataclass(frozen=True)
+class Tested:
+    """The scores on some images, how long the test took, and which split they are."""
+
+    scores: Evaluation | MultiEvaluation
+    seconds: float
+    split: str = "test"
+
+    @property
+    def is_multi_label(self) -> bool:
+        return isinstance(self.scores, MultiEvaluation)
