@@ -124,7 +124,8 @@ def test_the_upload_is_the_model(hub: Hub, run: str, tmp_path: Path, command: Co
 
 def test_the_card(hub: Hub, run: str, tmp_path: Path, command: Command) -> None:
     assert push(command, run, tmp_path / "hub")[0] == 0
-    about = huggingface_hub.ModelCard(hub.files["README.md"].decode()).data.to_dict()  # its own parser
+    card: Any = huggingface_hub.ModelCard(hub.files["README.md"].decode())  # its own parser
+    about = card.data.to_dict()
     assert (about["library_name"], about["pipeline_tag"]) == ("transformers", "image-classification")
     text = hub.files["README.md"].decode()
     for part in ("for 3 classes", "32x32 pixels", 'pipeline("image-classification", "me/pets")', "`bee \\| wasp`"):
