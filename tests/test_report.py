@@ -332,7 +332,7 @@ def test_descriptions() -> None:
     frozen = dataclasses.replace(SMALL, freeze="body", optimizer="sgd", decay="constant", warmup=0, ema=0.0)
     text = describe_recipe(frozen, 64, frozen.steps or 0)
     assert text.startswith("Only the head was trained for 40 steps of 64 images (each training image about 40 times)")
-    assert "(each training image about once), at 8 x 8 pixels" in describe_recipe(frozen, 40 * 64)
+    assert "(each training image about once), at 8 x 8 pixels" in describe_recipe(frozen, 40 * 64, 40)
     assert describe_model(configure("Ti/16", {"depth": 1, "heads": 1})).startswith("1 layer of 1 head, width 192")
     assert "SGD with a learning rate of 0.005. Images were cropped to 80 to 100 % of their area." in text
 

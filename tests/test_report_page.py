@@ -161,6 +161,7 @@ def test_the_gallery_shows_the_images_it_names() -> None:
 STAGED = Stages(
     weights="weights/b 16.npz",
     seconds=600,
+    timed=True,
     image=0.05,
     spent=590,
     l2=1.0,
@@ -169,6 +170,7 @@ STAGED = Stages(
     balanced=False,
     steps=80,
     tuned=0.95,
+    kept=True,
 )
 
 
@@ -237,7 +239,7 @@ def test_a_loss_that_bounds_no_mistakes_is_left_out(settings: dict[str, Any]) ->
 def test_commands_are_accepted_by_the_command_line(tmp_path: Path) -> None:
     photos = tmp_path / "my photos"
     photos.mkdir()
-    head = dataclasses.replace(STAGED, tuned=None, steps=0, seconds=60, spent=20)
+    head = dataclasses.replace(STAGED, tuned=None, kept=False, steps=0, seconds=60, spent=20)
     for stages in (STAGED, dataclasses.replace(STAGED, spent=100), head):
         given = commands_for(subject(stages, str(photos), review="a review.csv"))
         assert all((given.again, given.longer, given.stronger, given.review, given.pretrained, given.predict))

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 import vitlab
-from vitlab.cli.runs import score_text
+from vitlab.report.runs import score_text
 from vitlab.text import counted
 from vitlab.training import auto
 from vitlab.training.auto import finetune_recipe

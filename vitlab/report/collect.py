@@ -177,6 +177,6 @@ def longer(stages: Stages, passes: float) -> str:
     """The option with which a run in stages takes longer: more minutes, or passes where it had minutes left."""
     minutes = stages.seconds / 60
     if stages.tuned is None:  # a head alone
-        needed = (stages.spent + stages.image * TRAIN * SEEN) / 60
+        needed = (stages.spent + (stages.image or 0) * TRAIN * SEEN) / 60
         return f"--minutes {max(2 * minutes, ceil(needed)):g}"
     return f"--minutes {2 * minutes:g}" if stages.spent > 0.75 * stages.seconds else f"epochs={2 * passes:.3g}"
