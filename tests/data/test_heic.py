@@ -28,7 +28,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the package were not installed."""
     folder.warn_skipped.cache_clear()
     plain = images.EXTENSIONS - images.HEIC
-    for module in ("data.images", "data.folder", "predict.inputs"):
+    for module in ("data.images", "data.folder", "prediction.inputs"):
         monkeypatch.setattr(f"vitlab.{module}.EXTENSIONS", plain)
 
 

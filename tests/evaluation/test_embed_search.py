@@ -141,7 +141,7 @@ def test_an_interrupted_file_continues(
         with pytest.raises(KeyboardInterrupt):
             vitlab.embed(run, photos, out, workers=0)
     assert not out.exists()
-    with caplog.at_level(logging.INFO, "vitlab"):
+    with caplog.at_level(logging.DEBUG, "vitlab"):
         vitlab.embed(run, photos, out, workers=0)
     assert caplog.text.count("are in") == 2  # the first part, and the one that was computed and not written
     assert pq.read_table(out).equals(pq.read_table(other))

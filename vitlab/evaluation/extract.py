@@ -129,14 +129,7 @@ def extract_values(
         missing = [span for span in spans if cache is None or not read_piece(cache, span, values, advance)]
         left = sum(map(len, missing))
         if left < n:
-            log.log(
-                logging.INFO if left else logging.DEBUG,
-                "%s: %d of %d images are in %s already",
-                title,
-                n - left,
-                n,
-                keep,
-            )
+            log.debug("%s: %d of %d images are in %s already", title, n - left, n, keep)
         if missing:
             with eval_mode(model, target):
                 run = BatchRunner(model, what, target, half, left)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from vitlab import __version__
 from vitlab.evaluation.result import Evaluation
@@ -39,7 +38,7 @@ def render(
     page, script = templates().get_template("page.html"), SCRIPT.read_text("utf-8")
     text = page.render(
         title=Path(subject.run).name or subject.run,
-        script=Markup(script),
+        script=script,
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),  # no other script may run
         subject=subject,
         tested=tested,
