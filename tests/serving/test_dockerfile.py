@@ -35,7 +35,7 @@ def copied() -> list[str]:
 
 
 def test_instructions_are_dockers() -> None:
-    known = {"FROM", "WORKDIR", "COPY", "RUN", "USER", "ENV", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
+    known = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "USER", "ENV", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
     assert {name for name, _ in instructions()} <= known
     for rest in arguments("RUN"):
         assert subprocess.run(["sh", "-n", "-c", rest]).returncode == 0
