@@ -216,10 +216,10 @@ def test_facts_are_those_of_the_run() -> None:
     other = collect(one, subjects.Tested(found, 1.0), [], own=False)
     assert other.validation is None
     assert other.train_images is None
-    stages = {"pending": {"tuned": None}, "head": {"tuned": None, "steps": 0}, "dropped": {"tuned": 0.8}}
-    stages = {name: each | {"kept": False} for name, each in stages.items()}
+    stages: dict[str, dict[str, Any]] = {"pending": {"tuned": None}, "head": {"tuned": None, "steps": 0}}
+    stages["dropped"] = {"tuned": 0.8}
     for stage, change in stages.items():
-        early = dataclasses.replace(one, stages=dataclasses.replace(STAGED, **change))  # type: ignore[arg-type]
+        early = dataclasses.replace(one, stages=dataclasses.replace(STAGED, kept=False, **change))
         seen = collect(early, subjects.Tested(found, 1.0, "validation"), [], own=True)
         assert (seen.stage, seen.curve) == (stage, None)
 
