@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 JSON_LIMIT = 10_000_000  # bytes; the header of a file with 1,000 tensors has some 100,000
+unfinished: set[Path] = set()  # files being written; a process that must end at once removes them first
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
@@ -95,6 +96,7 @@ def atomic_path(path: Path, folder: bool) -> Iterator[Path]:
     if path.exists():
         raise UserError(f"{path} exists; remove it or name another place")
     place = path.with_name(f".{secrets.token_hex(4)}.{path.name}")  # keeps the ending, which names the kind of file
+    unfinished.add(place)
     try:
         with write_errors(path):
             (place if folder else path.parent).mkdir(parents=True, exist_ok=True)
@@ -104,7 +106,13 @@ def atomic_path(path: Path, folder: bool) -> Iterator[Path]:
             place.rename(path)
             fsync(path.parent)
     finally:  # after the rename there is nothing here
-        shutil.rmtree(place, ignore_errors=True) if folder else place.unlink(missing_ok=True)
+        remove(place)
+        unfinished.discard(place)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, where there is one."""
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def check_folder(path: Path, option: str = "--out") -> None:

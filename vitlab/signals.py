@@ -1,11 +1,14 @@
 """SIGINT and SIGTERM: they stop work at once or at its next good moment, with a message instead of a traceback."""
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from vitlab.errors import Stopped
+from vitlab.files import remove, unfinished
 
 
 class Interrupted(KeyboardInterrupt):
@@ -57,20 +60,36 @@ def handle_signals(signals: Signals) -> Iterator[Signals]:
 
 
 @contextmanager
-def stoppable(message: str, *, foreign: bool = False) -> Iterator[Signals]:
-    """Work that a signal ends by raising Stopped with this message.
-
-    `foreign` work is mostly that of a library that turns the interruption into an error of its own.
-    """
+def stoppable(message: str) -> Iterator[Signals]:
+    """Work that a signal ends by raising Stopped with this message."""
     with handle_signals(Signals()) as signals:
         try:
             yield signals
         except KeyboardInterrupt:
             raise Stopped(signals.number or signal.SIGINT, message) from None
-        except Exception:
-            if foreign and signals.number:
-                raise Stopped(signals.number, message) from None
-            raise
+
+
+class Ending(Signals):
+    """A signal ends the process where it is, with this message, after the removal of unfinished files."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__()
+        self.message = message
+
+    def handle(self, number: int, frame: object) -> None:
+        for path in tuple(unfinished):
+            remove(path)
+        clear = "\r\x1b[K\x1b[?25h" if sys.stderr.isatty() else ""  # a spinner's line, and the cursor it hides
+        sys.stderr.write(f"{clear}{self.message}\n")
+        sys.stderr.flush()
+        os._exit(128 + number)
+
+
+@contextmanager
+def ending(message: str) -> Iterator[None]:
+    """Work, mostly that of libraries in C++, through which an exception may crash or become an error of theirs."""
+    with handle_signals(Ending(message)):
+        yield
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from typer import Argument, Option
 from vitlab.cli.app import console, verb
 from vitlab.cli.options import Run
 from vitlab.errors import UserError
-from vitlab.signals import stoppable
+from vitlab.signals import ending
+from vitlab.terminal import printable
 
 
 @verb(
@@ -41,7 +42,7 @@ def export(
     """
     if fp16 and int8:
         raise UserError("choose one of --fp16 and --int8")
-    with stoppable(f"stopped; {target} is not written", foreign=True):  # the exporters import and trace for seconds
+    with ending(printable(f"stopped; {target} is not written")):  # the exporters import and trace for seconds
         from vitlab.export import export
         from vitlab.export.run import Precision
 

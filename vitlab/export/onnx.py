@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vitlab import __version__
 from vitlab.errors import UserError
-from vitlab.files import atomic_path
+from vitlab.files import atomic_path, unfinished
 from vitlab.models.config import ViTConfig
 from vitlab.models.variants import Model
 from vitlab.settings import to_json
@@ -151,8 +151,11 @@ def new_file(target: Path) -> Iterator[OnnxFile]:
     with atomic_path(target, folder=False) as path:
         if weights.exists():
             raise UserError(f"{weights} exists; remove it or name another place")
+        unfinished.add(weights)
         try:
             yield OnnxFile(path, weights)
         except BaseException:
             weights.unlink(missing_ok=True)
             raise
+        finally:
+            unfinished.discard(weights)
