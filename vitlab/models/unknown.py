@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vitlab.errors import UserError
 
-FAR = (1.5, 3.0, 10.0)  # variances of images of other kinds, in those of these classes
+FAR = (2.0, 10.0)  # variances of images of other kinds, in those of these classes
 FARTHEST = 1e6  # a distance as a number that fits every format
 
 
@@ -62,7 +62,7 @@ class Unknown:
 
     def strangeness(self, features: Tensor) -> Tensor:
         """The log likelihood ratio (b,) in float32 of no class to the likeliest one."""
-        densities = self.normals.log_densities((features.float() - self.center) @ self.projection)  # (b, C + 4)
+        densities = self.normals.log_densities((features.float() - self.center) @ self.projection)  # (b, C + 3)
         known = len(self.counts)
         return densities[:, known:].logsumexp(1) - densities[:, :known].amax(1)
 
