@@ -1,0 +1,70 @@
+"""Rotary positions: queries and keys turn by angles that grow with the patch's row and column.
+
+A quarter of the angles of a head is for rows, a quarter for columns; each turns two channels. So the product of a query
+and a key depends on the offset of their patches alone. The class token and registers do not turn.
+
+Shapes: N patches (h*w), K head width, H heads, P tokens before the patches.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from vitlab.models.config import ViTConfig
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of all patches, (N, K); a function of the grid, so no file holds them."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, c: ViTConfig) -> None:
+        super().__init__()
+        self.prefix, self.halves = c.prefix, c.rotary_layout == "halves"
+        self.place(c)
+
+    def place(self, c: ViTConfig) -> None:
+        """Compute the tables of a grid."""
+        angle = angles(c)  # (N, K/2)
+        angle = torch.cat([angle, angle], 1) if self.halves else angle.repeat_interleave(2, 1)
+        like = getattr(self, "cos", torch.empty(0, device="cpu"))  # on a device, in a precision
+        self.register_buffer("cos", angle.cos().to(like), persistent=False)
+        self.register_buffer("sin", angle.sin().to(like), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn queries or keys, (B, H, P + N, K)."""
+        lead, patches = x[..., : self.prefix, :], x[..., self.prefix :, :]
+        turned = patches * self.cos.to(x.dtype) + self.quarter_turn(patches) * self.sin.to(x.dtype)
+        return torch.cat([lead, turned], -2) if self.prefix else turned
+
+    def quarter_turn(self, x: Tensor) -> Tensor:
+        """(a, b) becomes (-b, a) in every pair of channels."""
+        if self.halves:
+            a, b = x.chunk(2, -1)
+            return torch.cat([-b, a], -1)
+        pairs = x.unflatten(-1, (-1, 2))
+        return torch.stack([-pairs[..., 1], pairs[..., 0]], -1).flatten(-2)
+
+
+def angles(c: ViTConfig) -> Tensor:
+    """Those of rows, then those of columns, (N, K/2), in float64."""
+    quarter = c.width // c.heads // 4
+    rate = c.rotary_base ** -(torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)
+    rows, columns = (coordinates(c, side) for side in c.grid)
+    both = [rows.repeat_interleave(len(columns)), columns.repeat(len(rows))]  # row by row
+    return torch.cat([place[:, None] * rate for place in both], 1)
+
+
+def coordinates(c: ViTConfig, side: int) -> Tensor:
+    """Where the cells along an axis are: their number, on a grid of another size if one is given, or their centers from
+    -1 to 1, in turns."""
+    cells = torch.arange(side, dtype=torch.float64, device="cpu")
+    if c.rotary == "centers":
+        return 2 * math.pi * (2 * (cells + 0.5) / side - 1)
+    return cells if c.rotary_grid == 0 else cells / side * c.rotary_grid
+
+
+def turn(q: Tensor, k: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+    return (q, k) if rotary is None else (rotary(q), rotary(k))
