@@ -64,7 +64,7 @@ def position_similarity(model: ViT, layer: int = 0) -> Floats:
         kind = model.config.positions
         inside = "; its relative offsets are in the attention layers" if kind == "relative" else ""
         raise UserError(f"this model adds no position embeddings at its stem (positions='{kind}'{inside})")
-    table = model.positions(layer)[int(model.config.token) :].cpu().double()  # (hw, D)
+    table = model.positions(layer)[model.config.placed :].cpu().double()  # (hw, D)
     table = torch.nn.functional.normalize(table, dim=1)
     return to_array(table @ table.T).reshape(model.config.grid * 2)
 

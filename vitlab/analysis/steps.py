@@ -42,13 +42,13 @@ def five_steps(model: ViT, image: Tensor) -> Steps:
             yield one
 
     through = rollout(keep_grids())
-    grid, first = model.config.grid, int(model.config.token)
+    grid, first = model.config.grid, model.config.prefix
     components = principal_components(outputs[model.embed][0].flatten(1).T)
     tokens, depths = to_colors(components, grid), []
     for block in model.blocks:
         components = principal_components(outputs[block][0, first:], like=components)
         depths.append(to_colors(components, grid))
-    places = None if model.positions is None else principal_components(model.positions(0)[first:])
+    places = None if model.positions is None else principal_components(model.positions(0)[model.config.placed :])
     logits = outputs[model][0] if model.head is not None else image.new_zeros(0)
     return Steps(
         pixels=denormalize(model, image),

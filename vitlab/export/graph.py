@@ -115,8 +115,8 @@ class AnyViT(ViT, AnySize):
 class AnyTable(Table, AnySize):
     def forward(self, layer: int) -> Tensor:
         table = super().forward(layer)
-        rows = resample_grid(table[self.token :].unflatten(0, self.grid), *self.new_grid)
-        return torch.cat([table[: self.token], rows.flatten(0, 1)])  # (N, D)
+        rows = resample_grid(table[self.lead :].unflatten(0, self.grid), *self.new_grid)
+        return torch.cat([table[: self.lead], rows.flatten(0, 1)])  # (N, D)
 
 
 class AnyAxes(Axes, AnySize):

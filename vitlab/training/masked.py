@@ -90,7 +90,7 @@ class MaskedPatches(nn.Module):
         swapped = x.gather(1, corruption.other[..., None].expand_as(x))
         x = torch.where(corruption.swapped[..., None], swapped, x)
         x = torch.where(corruption.masked[..., None], self.mask.to(x.dtype), x)
-        return self.head(self.vit.encode(x)[:, int(self.vit.config.token) :])
+        return self.head(self.vit.encode(x)[:, self.vit.config.prefix :])
 
 
 @dataclass(frozen=True)

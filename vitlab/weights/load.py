@@ -259,8 +259,8 @@ def replace_head(checkpoint: Checkpoint, classes: int, why: str = "") -> Checkpo
         config, drop = dataclasses.replace(config, prelogits=0), ["head.", "prelogits."]
     tensors = {name: x for name, x in checkpoint.tensors.items() if not name.startswith(tuple(drop))}
     if classes:
-        width = config.channels if isinstance(config, ResNetConfig) else config.width
-        zeros = tensors["norm.weight"].new_zeros
+        width = config.channels if isinstance(config, ResNetConfig) else config.features
+        zeros = next(iter(tensors.values())).new_zeros
         tensors |= {"head.weight": zeros(classes, width), "head.bias": zeros(classes)}
     removed = f"the head of {old.classes} classes" + (" and its pre-logits layer" if len(drop) > 1 else "")
     log.info("%s: %s%s", "replaced by zeros" if classes else "left out", removed, why and f"; {why}")

@@ -65,7 +65,7 @@ def read_vit(
     rows = expand(table, config)
     size = config_size or image_size or IMAGE_SIZE
     if positions != "none":
-        patches = find_shape(source, table, "positions.table", 3)[1] - config.token
+        patches = find_shape(source, table, "positions.table", 3)[1] - config.placed
         try:
             size = find_size(source, patches, stride, config_size, image_size)
         except UserError:
