@@ -1,8 +1,9 @@
 """The later part of a model as a linear function of its tokens: what depends on them nonlinearly is held constant.
 
-A ViT multiplies its tokens by matrices, and by numbers that depend on them: attention weights, the scales of norms, and
-the slopes f(x) / x of GELU and tanh, the gates of SwiGLU. With these numbers held at the values they have, the logits are a sum over tokens
-plus a constant of the biases, so token times gradient is the part of a token exactly, not to first order.
+A ViT multiplies its tokens by matrices, and by numbers that depend on them: attention weights, the scales of norms, the
+slopes f(x) / x of GELU and tanh, the gates of SwiGLU. With these numbers held at the values they have, the logits are a
+sum over tokens plus a constant of the biases, so token times gradient is the part of a token exactly, not to first
+order.
 
 Shapes: B batch, N tokens, D width, H heads, K head width.
 """

@@ -33,8 +33,8 @@ def rollout(maps: Iterable[Tensor]) -> Tensor:
 def to_grid(model: ViT, rows: Tensor) -> Tensor:
     """Reduce attention (..., N, N) to a map over the patches, (..., h, w), that sums to 1.
 
-    With a class token: its row, without its attention to itself and to registers. Without one: the mean over all rows, which is how much
-    each patch is attended to. A class token that attends to itself alone gives an even map.
+    With a class token: its row, without its attention to itself and to registers. Without one: the mean over all rows,
+    which is how much each patch is attended to. A class token that attends to itself alone gives an even map.
     """
     cells = rows[..., 0, model.config.prefix :] if model.config.token else rows.mean(-2)[..., model.config.prefix :]
     total = cells.sum(-1, keepdim=True)
