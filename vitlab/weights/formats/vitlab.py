@@ -24,7 +24,7 @@ from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig, Size, St
 from vitlab.models.meta import meta_model
 from vitlab.models.unknown import Unknown
 from vitlab.settings import check_value, from_json, to_json
-from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
+from vitlab.weights.formats.base import OWN, FormatDefaults, ParsedCheckpoint, RawCheckpoint
 from vitlab.weights.formats.table import row
 from vitlab.weights.tensors import TensorFile
 
@@ -224,7 +224,7 @@ def check_temperature(value: float) -> float:
 
 def apply_settings(config: ModelConfig, given: FormatDefaults) -> ModelConfig:
     """The config with the values that the caller has given."""
-    own = {"heads": given.heads, "gelu": given.gelu, "norm_eps": given.norm_eps}
+    own = {name: getattr(given, name) for name in OWN}
     group = {"standardize": given.standardize, "standardize_eps": given.standardize_eps, "norm_eps": given.group_eps}
     if isinstance(config, ResNetConfig):
         return replace_given(config, group)
