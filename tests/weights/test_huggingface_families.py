@@ -28,9 +28,11 @@ DINO = {key: value for key, value in SMALL.items() if key != "intermediate_size"
 TEXT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 40, "vocab_size": 50}
 TEXT |= {"bos_token_id": 1, "eos_token_id": 2}
 BOTH: dict[str, Any] = {"vision_config": SMALL, "text_config": TEXT}
-DECODER = {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2}
+DECODER: dict[str, Any] = {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2}
 DECODER |= {"decoder_intermediate_size": 20}
-TYPES = [torch.float32, torch.float64]
+LABELS: dict[str, Any] = {"num_labels": 5}
+NO_POOLING: dict[str, Any] = {"vision_use_head": False}
+TYPES = [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64]  # the stricter one is quick
 
 
 def pooled(model: Any, x: Tensor, **kwargs: Any) -> Tensor:
@@ -65,7 +67,7 @@ LIST: dict[str, Case] = {
         {"registers": 1, "prefix_positions": "all", "prelogits": 40},
     ),
     "DeiTForImageClassification": Case(
-        lambda: hf.DeiTForImageClassification(hf.DeiTConfig(**SMALL, num_labels=5)), logits, {"registers": 1}
+        lambda: hf.DeiTForImageClassification(hf.DeiTConfig(**SMALL, **LABELS)), logits, {"registers": 1}
     ),
     "CLIPVisionModel": Case(
         lambda: hf.CLIPVisionModel(hf.CLIPVisionConfig(**SMALL)),
@@ -95,10 +97,15 @@ LIST: dict[str, Case] = {
         lost=("text_", "logit_"),
     ),
     "SiglipForImageClassification": Case(
-        lambda: hf.SiglipForImageClassification(hf.SiglipConfig(**BOTH, num_labels=5)),
+        lambda: hf.SiglipForImageClassification(hf.SiglipConfig(**BOTH, **LABELS)),
         logits,
         {"pool": "mean", "classes": 5},
         lost=("vision_model.head.",),
+    ),
+    "SiglipVisionModel without pooling": Case(
+        lambda: hf.SiglipVisionModel(hf.SiglipVisionConfig(**SMALL, **NO_POOLING)),
+        lambda model, x, **kwargs: model(x, **kwargs).last_hidden_state.mean(1),
+        {"pool": "mean", "classes": 0},
     ),
     "Dinov2Model": Case(
         lambda: hf.Dinov2Model(hf.Dinov2Config(**DINO)),
@@ -113,7 +120,7 @@ LIST: dict[str, Case] = {
         lost=("embeddings.mask_token",),
     ),
     "Dinov2ForImageClassification": Case(
-        lambda: hf.Dinov2ForImageClassification(hf.Dinov2Config(**DINO, num_labels=5)),
+        lambda: hf.Dinov2ForImageClassification(hf.Dinov2Config(**DINO, **LABELS)),
         logits,
         {"pool": "token_mean"},
         lost=("dinov2.embeddings.mask_token",),
@@ -126,7 +133,7 @@ LIST: dict[str, Case] = {
     ),
     "Dinov2WithRegistersForImageClassification": Case(
         lambda: hf.Dinov2WithRegistersForImageClassification(
-            hf.Dinov2WithRegistersConfig(**DINO, num_register_tokens=3, num_labels=5)
+            hf.Dinov2WithRegistersConfig(**DINO, num_register_tokens=3, **LABELS)
         ),
         logits,
         {"registers": 3, "pool": "token_mean"},
@@ -256,7 +263,7 @@ def test_names_in_memory_are_read_too(name: str, tmp_path: Path) -> None:
     case = LIST[name]
     theirs = make(case, tmp_path)
     torch.save(theirs.state_dict(), tmp_path / "memory.pth")
-    settings = {"rotary_base": 70.0, "image_size": 32} if name == "DINOv3ViTModel" else {}
+    settings: dict[str, Any] = {"rotary_base": 70.0, "image_size": 32} if name == "DINOv3ViTModel" else {}
     (tmp_path / "config.json").unlink()
     ours = load(tmp_path / "memory.pth", heads=3, **settings)
     x = images(32)
@@ -374,10 +381,10 @@ def test_a_token_without_a_position_gets_one_of_zeros(tmp_path: Path) -> None:
     ours = randomize(build(dataclasses.replace(DINOV2, registers=2, prefix_positions="none")))
     save(ours, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "theirs", "huggingface")
-    theirs = hf.Dinov2WithRegistersModel.from_pretrained(tmp_path / "theirs").eval()
+    theirs: Any = hf.Dinov2WithRegistersModel.from_pretrained(tmp_path / "theirs")
     x = images(32)
     with torch.no_grad():
-        agree(ours(x), pooled(theirs, x))
+        agree(ours(x), pooled(theirs.eval(), x))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -462,9 +469,9 @@ def test_a_config_that_does_not_match_is_refused(name: str, key: str, value: Any
     folder = folders / name
     if not folder.exists():
         make(LIST[name], folder)
+        load(folder)  # as it is, it loads
         (folder / "config.json").rename(folder / "kept.json")
     (folder / "config.json").write_text((folder / "kept.json").read_text())
-    load(folder)  # as it is, it loads
     change_config(folder, **{key: value})
     with pytest.raises(UserError, match=str(folder)) as error:
         load(folder)
@@ -498,6 +505,7 @@ def test_unsupported_models_are_refused_by_a_tensor(tmp_path: Path) -> None:
         load(tmp_path / "biases")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["CLIPVisionModel", "SiglipVisionModel", "Dinov2Model", "DINOv3ViTModel", "DeiTModel"])
 def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
     """Each one of a file: nothing is made up, and no other model is read instead."""

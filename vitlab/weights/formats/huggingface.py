@@ -84,7 +84,7 @@ def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) 
         dataclasses.replace(family.default, heads=None),  # without a config, heads go by the width
         image_size,
         config_size=None if size is None else as_size(size),
-        pool=find_pool(source, family, prefix, has_head),
+        pool=find_pool(source, family, config, has_head),
         positions=family.positions,
         table_rank=family.table_rank,
         fields=tuple(family.holds),
@@ -134,18 +134,20 @@ def find_table(source: RawCheckpoint, family: Family, prefix: str) -> tuple[list
 def find_biases(source: RawCheckpoint, family: Family, table: list[Row]) -> dict[str, str]:
     """Which of queries, keys and values have a bias, where a family leaves that open."""
     names = next(r.theirs for r in table if "blocks.#.attention.qkv.bias" in r.ours)
-    stored = tuple(name.replace("#", "0") in source.shapes for name in names)
-    kinds = {(True, False, True): "qv", (False, False, False): "none"}
+    q, k, v = (name.replace("#", "0") in source.shapes for name in names)
+    kind = "qv" if q and v and not k else "all" if q or k or v else "none"
     held = family.holds.get("qkv_bias", ("all",))
-    kind = kinds.get(stored, "all")
     return {"qkv_bias": kind} if held is None or kind in held else {}
 
 
-def find_pool(source: RawCheckpoint, family: Family, prefix: str, has_head: bool) -> Pool:
+def find_pool(source: RawCheckpoint, family: Family, config: Mapping[str, Any], has_head: bool) -> Pool:
+    """What the head sees; without one what the class gives, and where SigLIP has no pooling, the mean."""
     if has_head:
         return family.head_pool
-    has_probe = f"{prefix}head.probe" in source.shapes
-    return "mean" if family is SIGLIP and not has_probe else family.pools[0]
+    has_pooling = (
+        config.get("vision_use_head", True) if source.config else any(x.endswith("head.probe") for x in source.shapes)
+    )
+    return "mean" if family is SIGLIP and not has_pooling else family.pools[0]
 
 
 # ---- config.json
