@@ -7,6 +7,8 @@ Shapes: N patches (h*w), K head width, H heads, P tokens before the patches.
 """
 
 import math
+from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +29,18 @@ class Rotary(nn.Module):
 
     def place(self, c: ViTConfig) -> None:
         """Compute the tables of a grid."""
+        self.config = c
         angle = angles(c)  # (N, K/2)
         angle = torch.cat([angle, angle], 1) if self.halves else angle.repeat_interleave(2, 1)
         like = getattr(self, "cos", torch.empty(0, device="cpu"))  # on a device, in a precision
         self.register_buffer("cos", angle.cos().to(like), persistent=False)
         self.register_buffer("sin", angle.sin().to(like), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """On another device or in another precision the tables are computed again, not rounded a second time."""
+        super()._apply(fn, recurse)
+        self.place(self.config)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Turn queries or keys, (B, H, P + N, K)."""
