@@ -55,17 +55,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "no head": {"classes": 0, "positions": "none"},
 }
 ALL = [*KINDS, "hybrid", "resnet", *FAMILIES]
-WRITTEN = [
-    *FAMILIES,
-    "relative",
-    "every",
-    "attention pool",
-    "axial 2d",
-    "prelogits tanh",
-    "no head",
-    "hybrid",
-    "resnet",
-]
+WRITTEN = ["relative", "every", "attention pool", "axial 2d", "prelogits tanh", "no head", "hybrid", "resnet"]
+WRITTEN += ["CLIP", "SigLIP", "DINOv2", "DINOv2 with registers", "DINOv3", "EVA-02", "DeiT III", "MAE"]
 
 
 def small(kind: str) -> Model:

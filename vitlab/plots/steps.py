@@ -141,7 +141,7 @@ def draw_depths(sheet: Sheet, steps: Steps, names: Sequence[str], whose: str, ce
 def describe_cells(cells: Sequence[str]) -> str:
     """The tokens that are no patches, in words."""
     more = f", {CELLS} shown" if len(cells) > CELLS else ""
-    return ("C class token, " if "C" in cells else "") + f"R registers{more}"
+    return ("C class token, " if "C" in cells else "") + f"R registers, in %{more}"
 
 
 def draw_cells(axes: Any, names: Sequence[str], colors: Floats, percent: Floats | None) -> None:
@@ -153,7 +153,7 @@ def draw_cells(axes: Any, names: Sequence[str], colors: Floats, percent: Floats 
         if percent is not None:
             ink = "white" if percent[i] > 50 else "black"
             axes.text(i + 0.5, 0.45, f"{percent[i]:.0f}", ha="center", va="center", fontsize=6, color=ink)
-    axes.set(xlim=(0, max(shown, 4)), ylim=(0, 1))
+    axes.set(xlim=(0, max(shown, 4)), ylim=(-0.03, 1.03))
 
 
 def draw_patches(axes: Any, pixels: Floats, grid: tuple[int, int]) -> None:
