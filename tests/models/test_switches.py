@@ -177,11 +177,12 @@ def test_resize_keeps_all_but_the_grid(name: str, randomize: Fill) -> None:
 
 # ---- rotary positions
 
-ROTARY = [
-    {"rotary": kind, "rotary_layout": layout, **more}
-    for kind, more in [("cells", {}), ("cells", {"rotary_grid": 3}), ("centers", {"rotary_base": 100.0})]
-    for layout in ("pairs", "halves")
+KINDS: list[dict[str, Any]] = [
+    {"rotary": "cells"},
+    {"rotary": "cells", "rotary_grid": 3},
+    {"rotary": "centers", "rotary_base": 100.0},
 ]
+ROTARY = [{**kind, "rotary_layout": layout} for kind in KINDS for layout in ("pairs", "halves")]
 
 
 @pytest.mark.parametrize("settings", ROTARY)

@@ -233,7 +233,8 @@ def test_registers_are_cells_of_their_own() -> None:
         percent = 100 * these.prefix_attention[block].mean(0)[:3]
         assert [text.get_text() for text in shares.texts][1::2] == [f"{number:.0f}" for number in percent]
         bars = cast(list[Rectangle], colors.patches)
-        np.testing.assert_allclose([bar.get_facecolor()[:3] for bar in bars], these.prefix[block, :3], atol=1e-6)
+        drawn = np.array([cast(Any, bar.get_facecolor())[:3] for bar in bars])
+        np.testing.assert_allclose(drawn, these.prefix[block, :3], atol=1e-6)
 
 
 def test_class_scores_are_a_softmax_by_rank() -> None:

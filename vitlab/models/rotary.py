@@ -37,7 +37,7 @@ class Rotary(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """On another device or in another precision the tables are computed again, not rounded a second time."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.place(self.config)
         return self
 
