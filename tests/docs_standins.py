@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 import vitlab
-from vitlab.evaluation.imagenet import synsets
+from vitlab.data.imagenet import synsets
 
 Make = Callable[[Path], None]
 CLASSES = ("beagle", "pug", "tabby")

@@ -79,12 +79,12 @@ def forward_flops(config: ModelConfig) -> int:
     if isinstance(config, ResNetConfig):
         return convolution_flops(config, config.image_size) + 2 * config.channels * config.classes
     c, rows = config, config.grid[0] * config.grid[1]
-    rare = c.attention == "axial" or c.positions == "relative" or c.pool == "attention" or c.mlp_kind == "swiglu"
-    if rare:
+    if c.attention == "axial" or c.positions == "relative" or c.pool == "attention":
         return cost(lambda: build(c)).forward_flops
     stem = 0 if c.stem is None else convolution_flops(c.stem, c.image_size)
     embed = 2 * rows * (3 if c.stem is None else c.stem.channels) * c.patch**2 * c.width
-    block = 2 * c.length * (4 * c.width**2 + 2 * c.width * c.mlp) + 4 * c.length**2 * c.width  # dense layers, attention
+    mlp = (3 if c.mlp_kind == "swiglu" else 2) * c.width * c.mlp
+    block = 2 * c.length * (4 * c.width**2 + mlp) + 4 * c.length**2 * c.width  # dense layers, attention
     head = 2 * c.width * c.prelogits + 2 * c.features * c.classes
     return stem + embed + c.depth * block + head
 

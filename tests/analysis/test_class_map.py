@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES, family
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
@@ -43,6 +44,7 @@ CONFIGS: dict[str, ViTConfig | ResNetConfig] = {
     "axial": small(attention="axial", pool="mean"),
     "one class": small(classes=1),
     "ResNet": ResNetConfig((33, 64), (1, 1), width=32, classes=5),
+    **{name: family(name, dropout=0.2, drop_path=0.2) for name in FAMILIES},
 }
 each = pytest.mark.parametrize("name", CONFIGS)
 

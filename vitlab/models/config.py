@@ -110,7 +110,9 @@ class ViTConfig:
         check_size(self.image_size, self.stride)
         self._check_positions()
         if self.attention == "axial" and self.prefix:
-            raise UserError("axial attention has no class token, only the grid; use pool='mean' or pool='attention'")
+            raise UserError(
+                "axial attention has no class token or registers, only the grid; use pool='mean' or pool='attention'"
+            )
         self._check_families()
 
     def _check_positions(self) -> None:
@@ -144,6 +146,8 @@ class ViTConfig:
             raise UserError("pool='token_mean' has no pre-logits; set prelogits=0")
         if self.rotary == "none" and self.rotary_fields != (ROTARY_LAYOUT, ROTARY_BASE, 0):
             raise UserError("rotary_layout, rotary_base and rotary_grid are settings of rotary positions; set rotary")
+        if self.rotary != "none" and self.positions == "relative":
+            raise UserError("relative and rotary positions both give offsets to attention; choose one of them")
         if self.rotary != "none" and self.attention == "axial":
             raise UserError("rotary positions turn queries and keys of the complete grid; use full attention")
         if self.rotary != "none" and (self.width // self.heads) % 4:

@@ -18,14 +18,13 @@ from vitlab.data.images import BrokenImage
 from vitlab.data.source import Data, ImageSource
 from vitlab.data.summary import class_warnings, image_warnings, summarize
 from vitlab.device import peak_flops, pick_device
-from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
 from vitlab.models.variants import Model, build, create, name_of
 from vitlab.text import counted, duration
+from vitlab.training.first_weights import find_weights
 from vitlab.training.recipe import Recipe, change, count_steps, evaluations, override
 from vitlab.training.recipes import DIGITS, made, vary
 from vitlab.training.setup import free_bytes, open_recipe_data
-from vitlab.weights import load
 
 TIME_LIMIT = 10 * 60.0  # seconds that a run without settings may take where there is no large GPU
 EPOCHS = (2, 12)  # least and most of them there
@@ -33,12 +32,6 @@ PAPER_LIMIT = 12 * 3600.0  # seconds: where the paper's recipe takes longer, it 
 SUSTAINED = 0.35  # share of a GPU's peak that training reaches
 SMALLEST_MICRO = 16  # a GPU that cannot hold as many images at 384 px is not one for the paper's recipe
 FULL_RATE, HEAD_RATE = 0.01, 0.1  # SGD's learning rates for small batches
-# Weights to start from by default: the largest that the kind of machine fine-tunes in reasonable time.
-HUB = {
-    "cuda": "google/vit-base-patch16-224-in21k",
-    "mps": "WinKawaks/vit-small-patch16-224",
-    "cpu": "WinKawaks/vit-tiny-patch16-224",
-}
 DECODE_LIMIT = 10_000  # images: sets up to here are decoded once to find duplicates
 
 
@@ -58,7 +51,8 @@ def finetune_recipe(spec: str, start: str | None, pairs: list[str]) -> FinetuneP
     asked = override(Recipe("B/16", spec, steps=1), pairs)
     data = open_recipe_data(asked)
     device = pick_device(asked.device)
-    weights, model, warnings = find_weights(asked.weights or start, device)
+    found = find_weights(asked.weights or start, device)
+    weights, model = found.name, found.model
     if model is None:
         recipe, why = for_labels(data, *from_scratch(data, spec))
         recipe = override(recipe, pairs)
@@ -73,30 +67,13 @@ def finetune_recipe(spec: str, start: str | None, pairs: list[str]) -> FinetuneP
         f"data     {data.name}: {len(data.train)} images to train on, "
         + (f"{len(data.validation)} to choose on, " if data.validation is not None else "")
         + f"{len(data.test)} to test, {len(data.classes)} classes; {data.note}",
-        f"weights  {weights or 'none: from scratch'}",
+        f"weights  {found.line}",
         f"model    {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, "
         f"{recipe.image_size[0]}x{recipe.image_size[1]} px",
         f"recipe   {why}" + (f"; yours: {' '.join(pairs)}" if pairs else ""),
         f"length   {length(recipe, len(data.train))}, about {duration(seconds)} on this {machine(device)}",
     )
-    return FinetunePlan(recipe, lines, (*warnings, *data_warnings(data, spec)), seconds)
-
-
-def find_weights(start: str | None, device: torch.device) -> tuple[str | None, Model | None, list[str]]:
-    """The weights asked for, else the default from the hub; none at all only if that is asked for, as "none"."""
-    if start == "none":
-        return None, None, ["training from scratch: with few images, starting from weights is far better (--weights)"]
-    if start is not None:
-        return start, load(start), []
-    name = HUB[device.type]
-    try:
-        return name, load(name), []
-    except UserError as error:
-        raise UserError(
-            f"there are no weights to start from ({error}); give some with --weights FILE (safetensors, npz, pth or a "
-            f"run folder), or `hf download {name} --local-dir vit` on a machine with a network, copy the folder here "
-            "and add --weights vit; --weights none trains from scratch, which is far worse with few images"
-        ) from None
+    return FinetunePlan(recipe, lines, (*found.warnings, *data_warnings(data, spec)), seconds)
 
 
 def from_weights(data: Data, spec: str, weights: str | None, model: Model, device: torch.device) -> tuple[Recipe, str]:

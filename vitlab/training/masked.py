@@ -77,6 +77,8 @@ class MaskedPatches(nn.Module):
         super().__init__()
         if vit.pool is not None:
             raise UserError("masked patch prediction trains no pooling; use pool=token or pool=mean, not attention")
+        if vit.config.final_norm == "pooled":
+            raise UserError("masked patch prediction trains no norm after pooling; use final_norm=tokens")
         self.vit = vit
         self.mask = nn.Parameter(torch.zeros(vit.config.width))
         nn.init.normal_(self.mask, std=0.02)

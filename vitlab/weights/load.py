@@ -23,6 +23,7 @@ from vitlab.settings import from_json, takes
 from vitlab.text import brief, listed, valid_text
 from vitlab.weights import hub
 from vitlab.weights.beside import read_beside, stored_settings
+from vitlab.weights.class_names import imagenet_names
 from vitlab.weights.formats import google, huggingface, timm, torchvision, vitlab
 from vitlab.weights.formats.base import Format, FormatDefaults, ParsedCheckpoint, RawCheckpoint, settings_of
 from vitlab.weights.formats.table import quote_names, to_vitlab
@@ -136,7 +137,8 @@ def parse_checkpoint(raw: RawCheckpoint, format: str, given: FormatDefaults, ima
         is_named = raw.name in str(error) or str(raw.tensors.path) in str(error)
         raise error if is_named else UserError(f"{raw.name}: {error}") from None
     log_defaults(raw, format, parsed)
-    labels = None if card.labels is None else tuple(map(valid_text, card.labels))
+    names = card.labels or imagenet_names(raw, format, parsed.config.classes)
+    labels = None if names is None else tuple(map(valid_text, names))
     provenance = card.provenance or origin_of(raw, format)
     card = dataclasses.replace(card, preprocess=parsed.card.preprocess, labels=labels, provenance=provenance)
     return Checkpoint(parsed.config, tensors, card)
