@@ -31,8 +31,8 @@ from vitlab.weights.formats.timm_describe import (
     read_rotary,
     vit_name,
 )
+from vitlab.weights.formats.timm_families import PREPROCESS as USUAL
 from vitlab.weights.formats.timm_families import (
-    PREPROCESS,
     Family,
     check_arithmetic,
     find_family,
@@ -44,10 +44,19 @@ from vitlab.weights.formats.timm_table import STEM, Names, bit_table, vit_table
 
 NAME = "timm"
 SUFFIXES = (".safetensors", "")
+PREPROCESS = USUAL
 BIT_PREPROCESS = Preprocess(crop=1.0)
 STD = FormatDefaults(group_eps=1e-5, standardize="variance", standardize_eps=1e-8)
 BIT_DEFAULT = FormatDefaults(preprocess=BIT_PREPROCESS).over(STD)
-FIELDS = ("extra_token", "registers", "prefix_positions", "embed_bias", "norm_before", "final_norm", "layer_scale")
+FIELDS: tuple[str, ...] = (
+    "extra_token",
+    "registers",
+    "prefix_positions",
+    "embed_bias",
+    "norm_before",
+    "final_norm",
+    "layer_scale",
+)
 FIELDS += ("qkv_bias", "qk_norm", "attention_norm", "mlp_kind", "mlp_norm")
 FIELDS += ("rotary", "rotary_layout", "rotary_base", "rotary_grid")
 

@@ -15,14 +15,14 @@ from vitlab.models.config import Gelu, Pool, Preprocess
 from vitlab.weights.formats.base import FormatDefaults, RawCheckpoint
 from vitlab.weights.formats.shapes import HEADS
 
-IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
-CLIP_COLORS = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and std
+CLIP_COLORS = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 PREPROCESS = Preprocess(interpolation="bicubic", crop=0.9)
 HALF_FULL = Preprocess(interpolation="bicubic", crop=1.0)
-IMAGENET_CROP = Preprocess(**IMAGENET, interpolation="bicubic", crop=0.9)
-IMAGENET_FULL = Preprocess(**IMAGENET, interpolation="bicubic", crop=1.0)
-CLIP_CROP = Preprocess(**CLIP_COLORS, interpolation="bicubic", crop=0.9)
-CLIP_FULL = Preprocess(**CLIP_COLORS, interpolation="bicubic", crop=1.0)
+IMAGENET_CROP = Preprocess(*IMAGENET, interpolation="bicubic", crop=0.9)
+IMAGENET_FULL = Preprocess(*IMAGENET, interpolation="bicubic", crop=1.0)
+CLIP_CROP = Preprocess(*CLIP_COLORS, interpolation="bicubic", crop=0.9)
+CLIP_FULL = Preprocess(*CLIP_COLORS, interpolation="bicubic", crop=1.0)
 
 # Architectures that differ from their families in what does not follow from the tensors.
 TANH = r"giantopt|patch32_siglip|large_patch16_siglip(_gap)?_512|so400m_patch16_siglip"
