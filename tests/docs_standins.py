@@ -266,6 +266,7 @@ PAGES: dict[str, Page] = {
         parsed={"docker": "needs Docker; tests/serving/test_dockerfile.py checks what it can"},
         append={"vitlab finetune": TUNED},
     ),
+    "docs/results/timm.md": Page(),
     "docs/results/README.md": Page(
         files={
             "PETS": splits,

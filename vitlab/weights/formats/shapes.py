@@ -14,7 +14,7 @@ from vitlab.models.card import Card
 from vitlab.models.config import Pool, PositionKind, ResNetConfig, Size, Standardize, StemConfig, ViTConfig, as_size
 from vitlab.models.variants import SIZES
 from vitlab.weights.formats.base import OWN, ROTARY, FormatDefaults, ParsedCheckpoint, RawCheckpoint
-from vitlab.weights.formats.table import Row, check_names, expand
+from vitlab.weights.formats.table import Row, check_names, expand, quote_names
 from vitlab.weights.tensors import Shape
 
 T = TypeVar("T")
@@ -198,7 +198,11 @@ def find_shape(source: RawCheckpoint, table: Sequence[Row], ours: str, rank: int
     """The shape that our tensor gets from the file, whose own tensors must have `rank` axes; of blocks, the first."""
     r = find_row(table, ours)
     shapes = [stored_shape(source, name.replace("#", "0"), rank) for name in r.theirs]
-    made = r.transform.to_vitlab([torch.empty(shape, device="meta") for shape in shapes])
+    try:
+        made = r.transform.to_vitlab([torch.empty(shape, device="meta") for shape in shapes])
+    except RuntimeError:  # several tensors that make one of ours
+        words = " and ".join(map(str, shapes))
+        raise UserError(f"{quote_names(r.theirs)} in {source.name} have shapes {words}, which do not fit") from None
     return tuple(made[r.ours.index(ours)].shape)
 
 
