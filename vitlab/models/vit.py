@@ -226,7 +226,8 @@ class Attention(nn.Module):
     def project(self, x: Tensor, rotary: Rotary | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values, (B, H, N, K), and the position logits, (B, H, N, N); leading axes join B."""
         length, width = x.shape[-2:]
-        qkv = self.qkv(x) if self.qv_bias is None else F.linear(x, self.qkv.weight, self.padded_bias())
+        qkv = self.qkv(x)
+        qkv = qkv if self.qv_bias is None else qkv + self.padded_bias().to(qkv.dtype)
         q, k, v = qkv.reshape(-1, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
         q, k = turn(self.q_norm(q), self.k_norm(k), rotary)
         bias = None if self.relative is None else self.relative(q) / math.sqrt(q.shape[-1])

@@ -17,6 +17,7 @@ from vitlab.models.card import Card
 from vitlab.models.config import Gelu, ModelConfig, Preprocess, ResNetConfig, Size, Standardize
 from vitlab.settings import POSITIVE, Range
 from vitlab.weights.formats.table import Row
+from vitlab.weights.lora import Adapter
 from vitlab.weights.tensors import Shape, TensorFile
 
 
@@ -66,6 +67,7 @@ class ParsedCheckpoint:
     defaulted: tuple[str, ...]  # names of the settings that are the format's default
     table: list[Row]
     tensors: TensorFile  # those that the table is for: a file may hold more, or have other names for them
+    adapter: Adapter | None = None  # where the tensors are updates of another file's
 
 
 class Format(Protocol):
