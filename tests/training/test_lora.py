@@ -6,14 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import fill
 from safetensors.torch import load_file
 from small_runs import SMALL, assert_same_run, records, train_small
-from test_parallel import command as torchrun
 from test_resume import killed_at
 from torch import Tensor, nn
 
@@ -243,46 +241,6 @@ def test_the_command_line_sets_the_rank() -> None:
     recipe = override(SMALL, ["lora=8", "lora_alpha=32"])
     assert (recipe.lora, recipe.lora_alpha) == (8, 32.0)
     assert (SMALL.lora, SMALL.lora_alpha) == (0, 16.0)
-
-
-# ---- compilation and several processes
-
-
-@pytest.mark.slow
-def test_it_compiles_without_a_graph_break() -> None:
-    model = tiny()
-    add_updates(model, rank=4, alpha=16, seed=0)
-    fill(model)
-    images = torch.randn(2, 3, 8, 8)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(images), model(images), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_two_processes_give_the_loss_curve_of_one(base: Path, tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
-    vitlab_command = str(Path(sys.executable).with_name("vitlab"))
-    settings = ["steps=12", "lr=0.01", "precision=float64", "ema=0.9", "batch=48", "log_every=1", "checkpoint_every=5"]
-    settings += ["warmup=1", "evaluate_every=1000", "device=cpu", "threads=1", "lora=4", f"weights={base}"]
-    settings += ["depth=2", "width=16", "mlp=32", "heads=2", "image_size=8"]
-
-    def train(name: str, processes: int, *more: str) -> list[float]:
-        words = [vitlab_command, "train", "digits", "--out", str(tmp_path / name), *settings, *more]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(torchrun(processes, *words), env=environment, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return [r["loss"] for r in records(tmp_path / name) if "loss" in r]
-
-    alone = train("one", 1)
-    assert sum(alone[-3:]) < 0.95 * sum(alone[:3])
-    for parallel in ("ddp", "fsdp"):
-        np.testing.assert_allclose(train(parallel, 2, f"parallel={parallel}"), alone, rtol=1e-9, err_msg=parallel)
-        ours = load_file(tmp_path / parallel / "model.safetensors")
-        assert ours.keys() == expected_names()
-        for key, tensor in load_file(tmp_path / "one" / "model.safetensors").items():
-            torch.testing.assert_close(ours[key], tensor, rtol=1e-6, atol=1e-7)
 
 
 def test_the_report_names_what_was_trained() -> None:
