@@ -20,6 +20,7 @@ from vitlab.training.start import choose_head
 
 # SGD from a soft head, with mild crops: measured best of 40 recipes on eight small sets, see docs/finetuning.md
 TUNING = f"batch={BATCH} optimizer=sgd lr=0.01 clip=1 area=0.6,1 patience=5 checkpoint_every=100"
+LORA_TUNING = "optimizer=adamw lr=0.001"  # low-rank updates start at zero, where SGD hardly moves them
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def make_plan(spec: str, start: str | None, pairs: list[str], minutes: float | N
     keys = {pair.partition("=")[0] for pair in pairs}
     name = name_of(model.config) or "B/16"
     size = asked.image_size if "image_size" in keys else model.config.image_size
-    recipe = override(vary(Recipe(name, spec, size, weights=weights, head="new", steps=1), TUNING), pairs)
+    recipe = vary(Recipe(name, spec, size, weights=weights, head="new", steps=1), TUNING)
+    recipe = override(vary(recipe, LORA_TUNING) if asked.lora else recipe, pairs)
     model = choose_head(model.resize(size), recipe, data.classes)
     seconds = 60 * (MINUTES if minutes is None else minutes)
     if seconds <= 0:

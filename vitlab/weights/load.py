@@ -1,4 +1,4 @@
-"""`vitlab.load`: checkpoints of all formats as our models: open, recognize, read, check, transform, fill."""
+"""`vitlab.load`: checkpoints of all formats as our models: open, recognize, read, check, transform, merge, fill."""
 
 import contextlib
 import dataclasses
@@ -28,10 +28,12 @@ from vitlab.weights.formats import google, huggingface, timm, torchvision, vitla
 from vitlab.weights.formats.base import Format, FormatDefaults, ParsedCheckpoint, RawCheckpoint, settings_of
 from vitlab.weights.formats.table import quote_names, to_vitlab
 from vitlab.weights.formats.vitlab import read_card
+from vitlab.weights.lora import Adapter, adapter_state, check_base, merge
 from vitlab.weights.tensors import open_tensors
 
 MODULES: tuple[Format, ...] = (vitlab, huggingface, timm, torchvision, google)
 FORMATS = {module.NAME: module for module in MODULES}
+LONGEST_CHAIN = 8  # low-rank updates of updates
 log = logging.getLogger("vitlab")
 
 
@@ -43,6 +45,7 @@ def load(
     image_size: int | Size | None = None,
     resample: Resample = "bilinear",
     format: str | None = None,
+    base: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> Model:
     """The model in a file, a folder or on the Hugging Face hub.
@@ -54,6 +57,7 @@ def load(
         image_size: another size than the file's resamples the position embeddings.
         resample: how: "bilinear" as the authors do, or "bicubic".
         format: vitlab, huggingface, timm, torchvision or google; by default recognized by content.
+        base: of a run with low-rank updates (`lora=`), the weights to add them to, in place of those it names.
         settings: what many files do not state, listed below; each goes before the file's own and the format's default.
 
     Returns:
@@ -70,7 +74,8 @@ def load(
     tensor([[0., 0., 0., 0., 0.]], grad_fn=<AddmmBackward0>)
     """
     size = None if image_size is None else as_size(image_size)
-    checkpoint = read_checkpoint(source, from_json(FormatDefaults, settings), format=format, image_size=size)
+    given = from_json(FormatDefaults, settings)
+    checkpoint = read_checkpoint(source, given, format=format, image_size=size, base=base)
     if classes is not None and classes != checkpoint.config.classes:
         checkpoint = replace_head(checkpoint, classes)
     model = fill_model(checkpoint.config, unify_dtype(checkpoint.tensors, str(source)))
@@ -85,23 +90,38 @@ def load(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as ours: exactly the tensors of the model of this config."""
+    """A checkpoint as ours: exactly the tensors of the model of this config or, of an adapter, its own."""
 
     config: ModelConfig
     tensors: dict[str, Tensor]
     card: Card
+    adapter: Adapter | None = None
 
 
 def read_checkpoint(
-    source: str | os.PathLike[str], given: FormatDefaults, *, format: str | None = None, image_size: Size | None = None
+    source: str | os.PathLike[str],
+    given: FormatDefaults,
+    *,
+    format: str | None = None,
+    image_size: Size | None = None,
+    base: str | os.PathLike[str] | None = None,
+    chain: int = 0,
 ) -> Checkpoint:
-    """A checkpoint of any format, in the precision it has; a UserError names the source."""
+    """A checkpoint of any format, in the precision it has; low-rank updates merged with their base, in float32.
+
+    A UserError names the source. `chain` counts the updates of updates.
+    """
     try:
         raw = open_source(source)
         kind = recognize_format(raw, format)
         if raw.is_guess and kind in (timm.NAME, huggingface.NAME):
             return parse_with_guess(raw, kind, given, image_size)
-        return parse_checkpoint(raw, kind, given, image_size)
+        checkpoint = parse_checkpoint(raw, kind, given, image_size)
+        if checkpoint.adapter is not None:
+            return add_base(raw, checkpoint, given, base, chain)
+        if base is not None:
+            raise UserError(f"{raw.name} is a complete model; base= is for low-rank updates")
+        return checkpoint
     except OSError as error:
         raise UserError(f"{os.fspath(source)} cannot be read: {brief(error)}") from None
 
@@ -132,7 +152,9 @@ def parse_checkpoint(raw: RawCheckpoint, format: str, given: FormatDefaults, ima
         known = given.over(stored_settings(raw.beside)) if raw.beside else given
         parsed = FORMATS[format].read(raw, known, image_size)
         card = read_card(raw.beside, parsed.config) if raw.beside else parsed.card
-        tensors = to_vitlab(parsed.table, meta_model(parsed.config).state_dict(), parsed.tensors)
+        state, adapter = meta_model(parsed.config).state_dict(), parsed.adapter
+        state = state if adapter is None else adapter_state(state, adapter.rank)
+        tensors = to_vitlab(parsed.table, state, parsed.tensors)
     except UserError as error:
         is_named = raw.name in str(error) or str(raw.tensors.path) in str(error)
         raise error if is_named else UserError(f"{raw.name}: {error}") from None
@@ -141,7 +163,7 @@ def parse_checkpoint(raw: RawCheckpoint, format: str, given: FormatDefaults, ima
     labels = None if names is None else tuple(map(valid_text, names))
     provenance = card.provenance or origin_of(raw, format)
     card = dataclasses.replace(card, preprocess=parsed.card.preprocess, labels=labels, provenance=provenance)
-    return Checkpoint(parsed.config, tensors, card)
+    return Checkpoint(parsed.config, tensors, card, adapter)
 
 
 def find_origin(source: str | os.PathLike[str]) -> dict[str, str]:
@@ -154,6 +176,60 @@ def origin_of(raw: RawCheckpoint, format: str) -> dict[str, str]:
     commit = hub.commit_of(raw.tensors.path)
     origin = {"source": raw.name, "format": format, "sha256": sha256(raw.tensors.path)}
     return origin | ({} if commit is None else {"commit": commit})
+
+
+# ---- low-rank updates and their base
+
+
+def add_base(
+    raw: RawCheckpoint, own: Checkpoint, given: FormatDefaults, base: str | os.PathLike[str] | None, chain: int
+) -> Checkpoint:
+    """The complete model of low-rank updates: their base, at their image size and in float32, with them added."""
+    assert own.adapter is not None
+    if chain == LONGEST_CHAIN:
+        raise UserError(f"{raw.name} would be low-rank updates of updates for the {chain + 1}th time; merge some first")
+    place = find_base(own.adapter, raw.tensors.path.parent, raw.name) if base is None else base
+    under = read_checkpoint(place, FormatDefaults(), image_size=own.config.image_size, chain=chain + 1)
+    try:
+        model = fill_model(under.config, unify_dtype(under.tensors, str(place))).resize(own.config.image_size)
+        check_base(own.config, vitlab.apply_settings(model.config, given))
+        state = meta_model(own.config).state_dict()
+        tensors = merge(state, model.state_dict(), own.tensors, own.adapter)
+    except UserError as error:
+        raise UserError(f"{place} cannot be the base of {raw.name}: {error}") from None
+    return Checkpoint(own.config, tensors, own.card)
+
+
+def find_base(adapter: Adapter, folder: Path, name: str) -> str:
+    """Where the base of an adapter in `folder` is; `name` is for messages. UserError where it is gone or another."""
+    places = adapter.places(folder)
+    if not places:
+        raise UserError(f"{name} has low-rank updates alone; name the weights they are for: vitlab.load(..., base=)")
+    other = None
+    for place in places:
+        if not os.path.exists(place) and not adapter.is_on_hub:
+            continue
+        log.info("%s: low-rank updates of %s", name, place)  # before it is opened: others may have chosen it
+        if sha256(open_source(place).tensors.path) == adapter.sha256:
+            return place
+        other = place
+    fix = f"put back the weights it was trained on, or copy them into {folder}"
+    if other is not None:
+        raise UserError(f"{other} is not the base of {name}: its sha256 differs; {fix}")
+    raise UserError(f"{name} needs its base {adapter.source}, which is missing; {fix}")
+
+
+def name_base(weights: str, rank: int, alpha: float = 1.0) -> Adapter:
+    """An adapter for these weights: named by their absolute path, or by their id and commit on the hub."""
+    file = open_source(weights).tensors.path
+    path, commit = Path(weights).expanduser(), hub.commit_of(file)
+    source = os.path.abspath(path) if path.exists() else weights.partition("@")[0] + (f"@{commit}" if commit else "")
+    return Adapter(rank, alpha, sha256(file), source)
+
+
+def read_updates(folder: Path) -> Checkpoint:
+    """The low-rank updates in a folder, without their base."""
+    return parse_checkpoint(open_source(folder), vitlab.NAME, FormatDefaults(), None)
 
 
 # ---- open

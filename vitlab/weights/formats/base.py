@@ -28,6 +28,7 @@ from vitlab.models.config import (
 )
 from vitlab.settings import POSITIVE, Range
 from vitlab.weights.formats.table import Row
+from vitlab.weights.lora import Adapter
 from vitlab.weights.tensors import Shape, TensorFile
 
 
@@ -86,6 +87,7 @@ class ParsedCheckpoint:
     defaulted: tuple[str, ...]  # names of the settings that are the format's default
     table: list[Row]
     tensors: TensorFile  # those that the table is for: a file may hold more, or have other names for them
+    adapter: Adapter | None = None  # where the tensors are updates of another file's
 
 
 class Format(Protocol):
