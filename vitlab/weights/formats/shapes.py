@@ -35,14 +35,15 @@ def read_vit(
     positions: PositionKind = "1d",
     fields: Collection[str] = (),
     values: Mapping[str, Any] | None = None,
+    table_rank: int = 3,
     labels: object = None,
 ) -> ParsedCheckpoint:
     """A ViT by the shapes of its tensors, its format's table (with `#` for a block's number) and the settings.
 
     `image_size` is the caller's, `config_size` that of the config with the weights; `stem` has the stages and the
     width of a hybrid's ResNet; `pool` is what the tensors have, unless the settings name another. `fields` names the
-    switches of later families that the format has: they follow from the tensors, except those in `values`. A UserError
-    names what is missing or does not agree.
+    switches of later families that the format has: they follow from the tensors, except those in `values`. The table
+    of positions has `table_rank` axes in the file. A UserError names what is missing or does not agree.
     """
     config_size = config_size or beside_size(source)
     settings = known.over(default)
@@ -75,7 +76,7 @@ def read_vit(
     rows = expand(table, config)
     size = config_size or image_size or IMAGE_SIZE
     if positions != "none":
-        length = find_shape(source, table, "positions.table", 3)[1]
+        length = find_shape(source, table, "positions.table", table_rank)[1]
         free = "prefix_positions" in fields and "prefix_positions" not in switches
         try:
             config, size = place_table(source, config, length, config_size, image_size, free)
@@ -203,8 +204,7 @@ def find_shape(source: RawCheckpoint, table: Sequence[Row], ours: str, rank: int
 
 def find_outputs(source: RawCheckpoint, table: Sequence[Row], ours: str, rank: int) -> int:
     """The number of outputs of a layer, 0 if the file does not have it."""
-    stored = find_row(table, ours).theirs[0] in source.shapes
-    return find_shape(source, table, ours, rank)[0] if stored else 0
+    return find_shape(source, table, ours, rank)[0] if is_stored(source, table, ours) else 0
 
 
 def stored_shape(source: RawCheckpoint, name: str, rank: int) -> Shape:
