@@ -24,15 +24,17 @@ from vitlab.text import brief, listed, valid_text
 from vitlab.weights import hub
 from vitlab.weights.beside import read_beside, stored_settings
 from vitlab.weights.class_names import imagenet_names
-from vitlab.weights.formats import google, huggingface, timm, torchvision, vitlab
-from vitlab.weights.formats.base import Format, FormatDefaults, ParsedCheckpoint, RawCheckpoint, settings_of
+from vitlab.weights.formats import clip, dinov2, dinov3, google, huggingface, mae, timm, torchvision, vitlab
+from vitlab.weights.formats.base import Format, FormatDefaults, ParsedCheckpoint, RawCheckpoint, Reader, settings_of
 from vitlab.weights.formats.table import quote_names, to_vitlab
 from vitlab.weights.formats.vitlab import read_card
 from vitlab.weights.lora import Adapter, adapter_state, check_base, merge
 from vitlab.weights.tensors import open_tensors
 
 MODULES: tuple[Format, ...] = (vitlab, huggingface, timm, torchvision, google)
-FORMATS = {module.NAME: module for module in MODULES}
+ORIGINALS: tuple[Reader, ...] = (dinov2, dinov3, mae, clip)  # their authors' own files, which are read alone
+WRITERS: dict[str, Format] = {module.NAME: module for module in MODULES}
+FORMATS: dict[str, Reader] = {module.NAME: module for module in (*MODULES, *ORIGINALS)}
 LONGEST_CHAIN = 8  # low-rank updates of updates
 log = logging.getLogger("vitlab")
 
@@ -56,7 +58,8 @@ def load(
         classes: another number than the file's gives a new head of zeros; 0 leaves the head out.
         image_size: another size than the file's resamples the position embeddings.
         resample: how: "bilinear" as the authors do, or "bicubic".
-        format: vitlab, huggingface, timm, torchvision or google; by default recognized by content.
+        format: vitlab, huggingface, timm, torchvision, google, dinov2, dinov3, mae or clip; by default recognized by
+            content.
         base: of a run with low-rank updates (`lora=`), the weights to add them to, in place of those it names.
         settings: what many files do not state, listed below; each goes before the file's own and the format's default.
 
@@ -299,7 +302,9 @@ def recognize_format(source: RawCheckpoint, format: str | None) -> str:
     if format is not None:
         check_format(format)
         return format
-    formats = [name for name, module in FORMATS.items() if module.recognizes(source)]
+    # the authors' names are timm's, and more
+    originals = [module.NAME for module in ORIGINALS if module.recognizes(source)]
+    formats = originals or [name for name, module in FORMATS.items() if module.recognizes(source)]
     if len(formats) == 1:
         return formats[0]
     if formats:

@@ -90,21 +90,25 @@ class ParsedCheckpoint:
     adapter: Adapter | None = None  # where the tensors are updates of another file's
 
 
-class Format(Protocol):
-    """What the module of a format has."""
+class Reader(Protocol):
+    """What the module of a format has that is read."""
 
     @property
     def NAME(self) -> str: ...
+
+    def recognizes(self, source: RawCheckpoint) -> bool: ...
+
+    def read(self, source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> ParsedCheckpoint: ...
+
+
+class Format(Reader, Protocol):
+    """What the module of a format has that is read and written."""
 
     @property
     def SUFFIXES(self) -> tuple[str, ...]: ...  # of the files it writes; "" stands for a folder
 
     @property
     def PREPROCESS(self) -> Preprocess: ...  # what its own code usually does to images
-
-    def recognizes(self, source: RawCheckpoint) -> bool: ...
-
-    def read(self, source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> ParsedCheckpoint: ...
 
     def write(self, config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None: ...
 
