@@ -1,17 +1,18 @@
 """Ways to refuse photos that are none of the classes: python -m benchmarks.unknown WEIGHTS DATA [KEEP]
 
 DATA holds the folders pets/, flowers/ and tiny-imagenet/; features are kept in KEEP. Each way gives a photo a number,
-higher for stranger ones, from features of 20 photos of each breed and 10 of each flower. Rows: the way. Columns: the
-AUROC, the probability that a strange photo has a higher number than a known one, for
+higher for stranger ones, from features of 20 photos of each breed, 10 of each flower, and 10 or 40 of each of twenty
+classes of Tiny-ImageNet, which have little in common. Rows: the way. Columns: the AUROC, the probability that a strange
+photo has a higher number than a known one, for
 
-- photos of another set: a model of pets sees flowers and Tiny-ImageNet, and a model of flowers sees pets and that;
+- photos of another set: a model of pets sees flowers and Tiny-ImageNet, one of flowers pets and that, and so on;
 - classes left out of training: 10 of 37 breeds, 30 of 102 flowers, in the mean of three draws;
 
 and the share of known test photos that is refused where 5 % are promised, by a limit from out-of-fold distances.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,7 @@ RATE, DRAWS = 0.05, 3
 L2 = 0.01  # of the logistic head
 PHOTOS = {("pets", "train"): 20, ("pets", "test"): 20, ("flowers", "train"): 10, ("flowers", "test"): 8}
 PHOTOS |= {("tiny-imagenet", "test"): 3}  # of each class
+MIXED = range(0, 200, 10)  # the classes of Tiny-ImageNet that are known in cases of their own
 
 
 # ---- the ways
@@ -145,12 +147,19 @@ class Case:
 
 def read_features(weights: str, data: Path, keep: Path | None) -> dict[tuple[str, str], Features]:
     model, found = vitlab.load(weights), {}
-    for (name, split), count in PHOTOS.items():
+
+    def read(name: str, split: str, count: int, classes: Iterable[int] | None = None) -> Features:
         source = find_splits(str(data / name))[0][split]
         rng, labels = np.random.default_rng(0), source.labels
-        chosen = [rng.permutation(np.flatnonzero(labels == k))[:count] for k in np.unique(labels)]
+        kept = np.unique(labels) if classes is None else classes
+        chosen = [rng.permutation(np.flatnonzero(labels == k))[:count] for k in kept]
         part = Subset(source, np.sort(np.concatenate(chosen)))
-        found[name, split] = extract(model, part, keep=keep, title=f"{name} {split}")
+        return extract(model, part, keep=keep, title=f"{name} {split}")
+
+    for (name, split), count in PHOTOS.items():
+        found[name, split] = read(name, split, count)
+    for split, count in (("train", 40), ("test", 25)):
+        found["mixed", split] = read("tiny-imagenet", split, count, MIXED)
     return found
 
 
@@ -159,6 +168,12 @@ def other_sets(found: dict[tuple[str, str], Features]) -> dict[str, list[Case]]:
     for name, other in (("pets", "flowers"), ("flowers", "pets")):
         strange = {other: found[other, "test"].values, "Tiny-ImageNet": found["tiny-imagenet", "test"].values}
         cases[name] = [Case(found[name, "train"], found[name, "test"].values, strange)]
+    strange = {name: found[name, "test"].values for name in ("flowers", "pets")}
+    train, known = found["mixed", "train"], found["mixed", "test"].values
+    for count in (10, 40):
+        first = np.concatenate([np.flatnonzero(train.labels == k)[:count] for k in MIXED])
+        few = Features(train.values[first], train.labels[first])
+        cases[f"twenty classes of Tiny-ImageNet, {count} photos of each"] = [Case(few, known, strange)]
     return cases
 
 

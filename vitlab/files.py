@@ -111,8 +111,9 @@ def atomic_path(path: Path, folder: bool) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, where there is one."""
-    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    """Remove a file or a folder, where there is one that can be removed."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def check_folder(path: Path, option: str = "--out") -> None:

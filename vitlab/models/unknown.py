@@ -6,9 +6,10 @@ second diagonal, with the variances s. In each of its directions
 
     an image of a class with n training images of mean m    is N( n s / (n s + 1) m,  1 + s / (n s + 1) )
     an image of a class that was not trained on             is N( 0,  1 + s )
-    an image of another kind altogether                     is N( 0,  FAR (1 + s) )
+    an image of another kind altogether                     is N( 0,  f (1 + s) ),  f one of FAR
 
-and the strangeness is the log of how much likelier one of the last two is than the likeliest class.
+and the strangeness is the log of how much likelier one of the last kinds is than the likeliest class. It takes several
+f: in D directions at once a large f alone explains only what is very far, and images somewhat outside pass.
 
 Shapes: b images, D width of the features, C classes that had training images, m held-out images of these classes.
 """
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from vitlab.errors import UserError
 
-FAR = 10.0  # the variance of images of other kinds, in that of these classes
+FAR = (2.0, 10.0)  # variances of images of other kinds, in those of these classes
 FARTHEST = 1e6  # a distance as a number that fits every format
 
 
@@ -61,8 +62,9 @@ class Unknown:
 
     def strangeness(self, features: Tensor) -> Tensor:
         """The log likelihood ratio (b,) in float32 of no class to the likeliest one."""
-        densities = self.normals.log_densities((features.float() - self.center) @ self.projection)  # (b, C + 2)
-        return densities[:, -2:].logsumexp(1) - densities[:, :-2].amax(1)
+        densities = self.normals.log_densities((features.float() - self.center) @ self.projection)  # (b, C + 3)
+        known = len(self.counts)
+        return densities[:, known:].logsumexp(1) - densities[:, :known].amax(1)
 
     @cached_property
     def unit(self) -> float:
@@ -71,11 +73,11 @@ class Unknown:
 
     @cached_property
     def normals(self) -> "Normals":
-        """Those of the classes, of a class that was not trained on, and of another kind of image."""
+        """Those of the classes, of a class that was not trained on, and of other kinds of images."""
         s, n = self.spread, self.counts[:, None]
-        zeros = torch.zeros(2, len(s), device=s.device)
-        means = torch.cat([n * s / (n * s + 1) * self.means, zeros])
-        variances = torch.cat([1 + s / (n * s + 1), torch.stack([1 + s, FAR * (1 + s)])])
+        others = torch.stack([f * (1 + s) for f in (1.0, *FAR)])
+        means = torch.cat([n * s / (n * s + 1) * self.means, torch.zeros_like(others)])
+        variances = torch.cat([1 + s / (n * s + 1), others])
         return Normals.make(means, variances)
 
     def to(self, device: torch.device) -> Self:
