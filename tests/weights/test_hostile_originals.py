@@ -1,5 +1,6 @@
 """Files of DINOv2, DINOv3, MAE and CLIP with one thing wrong: each is refused with one line that names it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ def essential(name: str) -> list[str]:
 @pytest.mark.parametrize("name", FILES)
 def test_a_tensor_is_missing(name: str, tmp_path: Path) -> None:
     for key in essential(name):
+        if (name, key) == ("mae tuned", "pos_embed"):
+            continue  # a ViT without positions, as timm has them
         tensors = draw(name)
         del tensors[key]
         refused(tensors, tmp_path / "bad.pth")
@@ -63,8 +66,9 @@ def test_a_tensor_has_another_name(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_tensor_has_another_shape(name: str, tmp_path: Path) -> None:
+    changes: list[Callable[[Tensor], Tensor]] = [lambda x: x[None], lambda x: x.flatten()[:-1], lambda x: x[..., :0]]
     for key in essential(name):
-        for changed in (lambda x: x[None], lambda x: x.flatten()[:-1], lambda x: x[..., :0]):
+        for changed in changes:
             tensors = draw(name)
             tensors[key] = changed(tensors[key]).clone()
             refused(tensors, tmp_path / "bad.pth")

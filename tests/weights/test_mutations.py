@@ -184,9 +184,9 @@ def test_the_archives_have_checksums(sources: dict[str, Path]) -> None:
 
 def test_an_unknown_tensor_is_named(sources: dict[str, Path], tmp_path: Path) -> None:
     tensors = load(sources["safetensors"].read_bytes())
-    tensors["blocks.0.attn.q_norm.weight"] = torch.ones(3)
+    tensors["blocks.0.attn.odd.weight"] = torch.ones(3)
     del tensors["norm.bias"]
     tensors["head.bias"] = torch.ones(4)
     save_file(tensors, tmp_path / "odd.safetensors")
-    with pytest.raises(UserError, match=r"q_norm\.weight' does not belong; 'norm\.bias' is missing; 'head\.bias' has"):
+    with pytest.raises(UserError, match=r"odd\.weight' does not belong; 'norm\.bias' is missing; 'head\.bias' has"):
         vitlab.load(tmp_path / "odd.safetensors", heads=2)

@@ -16,6 +16,7 @@ from vitlab.weights.formats.shapes import read_vit
 from vitlab.weights.formats.table import pair, row
 
 NAME = "mae"
+EVA = (1024, 3, 14, 14)  # patches of EVA's large model, whose names are those of a fine-tuned MAE; MAE has 16 pixels
 DEFAULT = FormatDefaults(gelu="exact", norm_eps=1e-6, preprocess=IMAGENET)
 TABLE = [
     *BODY,
@@ -35,7 +36,7 @@ def recognizes(source: RawCheckpoint) -> bool:
     if "head.weight" in source.shapes:
         known = {name.replace("#", "0") for r in TUNED for name in r.theirs}
         own = {name for name in source.shapes if not name.startswith("blocks.") or name.startswith("blocks.0.")}
-        return own == known
+        return own == known and source.shapes["patch_embed.proj.weight"] != EVA
     return has_fixed_table(source)
 
 
