@@ -7,7 +7,7 @@ import originals
 import pytest
 import timm
 import torch
-import transformers as hf
+import transformers
 from peers import images, randomize, vit_config
 from safetensors.torch import save_file
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from vitlab.errors import UserError
 from vitlab.weights import load
 
+hf: Any = transformers  # some of its classes have no types
 SMALL: dict[str, Any] = {"depth": 1, "embed_dim": 64, "num_heads": 4, "num_classes": 7, "img_size": 64}
 
 
