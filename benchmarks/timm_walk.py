@@ -65,8 +65,9 @@ class Walked:
 
 def build(name: str, depth: int | None = None, device: str = "meta") -> Any:
     """A model without its initialization, which takes long; buffers that no file holds are computed."""
+    args: dict[str, Any] = {} if depth is None else {"depth": depth}
     with torch.device("meta"):
-        model: Any = timm.create_model(name, **({} if depth is None else {"depth": depth})).eval()
+        model: Any = timm.create_model(name, **args).eval()
     if device != "meta":
         model = model.to_empty(device=device)
         for part in model.modules():

@@ -22,6 +22,7 @@ FILES = {
     "mae tuned": originals.mae(tuned=True),
     "clip": originals.clip(text=False),
 }
+SOME = [pytest.param(name, marks=() if name in ("dinov3 plus", "clip") else pytest.mark.slow) for name in FILES]
 OPTIONAL = {"register_tokens", "mask_token", "storage_tokens", "visual.proj"}  # a model without it is one too
 
 
@@ -46,7 +47,7 @@ def essential(name: str) -> list[str]:
     return [key for key in FILES[name] if key not in OPTIONAL and not key.startswith(left)]
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", SOME)
 def test_a_tensor_is_missing(name: str, tmp_path: Path) -> None:
     for key in essential(name):
         if (name, key) == ("mae tuned", "pos_embed"):
@@ -56,7 +57,7 @@ def test_a_tensor_is_missing(name: str, tmp_path: Path) -> None:
         refused(tensors, tmp_path / "bad.pth")
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", SOME)
 def test_a_tensor_has_another_name(name: str, tmp_path: Path) -> None:
     for key in essential(name):
         tensors = draw(name)
@@ -64,7 +65,7 @@ def test_a_tensor_has_another_name(name: str, tmp_path: Path) -> None:
         refused(tensors, tmp_path / "bad.pth")
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", SOME)
 def test_a_tensor_has_another_shape(name: str, tmp_path: Path) -> None:
     changes: list[Callable[[Tensor], Tensor]] = [lambda x: x[None], lambda x: x.flatten()[:-1], lambda x: x[..., :0]]
     for key in essential(name):
@@ -74,7 +75,7 @@ def test_a_tensor_has_another_shape(name: str, tmp_path: Path) -> None:
             refused(tensors, tmp_path / "bad.pth")
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", SOME)
 def test_a_tensor_of_integers(name: str, tmp_path: Path) -> None:
     for key in essential(name):
         tensors = draw(name)

@@ -140,7 +140,7 @@ def timm_model(name: str, size: tuple[int, int]) -> tuple[nn.Module, Any]:
         "clip image half": quick,
     }
     module = timm_eva if name.startswith("dinov3") else timm_vit
-    build = timm_eva.Eva if name.startswith("dinov3") else timm_vit.VisionTransformer
+    build: Any = timm_eva.Eva if name.startswith("dinov3") else timm_vit.VisionTransformer
     return build(**base | kinds[name]), module.checkpoint_filter_fn
 
 

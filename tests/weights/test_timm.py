@@ -135,7 +135,9 @@ def no_tensor(name: str) -> Tensor:
 
 def loads_with_same_math(name: str) -> bool:
     """Whether an architecture loads; if so, heads, GELU and epsilons, known by its name alone, must be timm's."""
-    one = {} if name.startswith("resnet") or "sapiens2" in name else {"depth": 1}  # these have no such argument
+    one: dict[str, Any] = (
+        {} if name.startswith("resnet") or "sapiens2" in name else {"depth": 1}
+    )  # these have no such argument
     with torch.device("meta"):
         theirs: Any = timm.create_model(name, **one)
     shapes = {key: tuple(x.shape) for key, x in theirs.state_dict().items()}

@@ -19,8 +19,15 @@ from vitlab.models.variants import build
 from vitlab.models.vit import ViT
 from vitlab.weights import convert, load, save
 
-SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 4, "num_classes": 7, "img_size": 64, "patch_size": 16}
-EVA02 = {"mlp_ratio": 4 * 2 / 3, "ref_feat_shape": (3, 3)}
+SMALL: dict[str, Any] = {
+    "depth": 2,
+    "embed_dim": 64,
+    "num_heads": 4,
+    "num_classes": 7,
+    "img_size": 64,
+    "patch_size": 16,
+}
+EVA02: dict[str, Any] = {"mlp_ratio": 4 * 2 / 3, "ref_feat_shape": (3, 3)}
 # by family: an architecture whose arithmetic stays, and what the folder's config must say of it
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "CLIP": ("vit_base_patch16_clip_224", {}),

@@ -18,9 +18,10 @@ from vitlab.data import imagenet
 from vitlab.weights.formats import google, timm, torchvision, vitlab
 from vitlab.weights.formats.base import RawCheckpoint
 
+# "1k" alone may be a thousand classes of anything; DeiT III's authors name their files so
 WORDS = {
-    imagenet.CLASSES: {"in1k", "1k", "imagenet1k", "imagenet2012"},
-    imagenet.CLASSES_21K: {"in21k", "21k", "imagenet21k"},
+    imagenet.CLASSES: r"in1k|imagenet[-_]?1k|imagenet[-_]?2012|deit_3_\w+_1k",
+    imagenet.CLASSES_21K: r"in21k|imagenet[-_]?21k",
 }
 PUBLISHED = re.compile(r"vit_[a-z]_\d+(_\w+)?-[0-9a-f]{8}\.(pth|safetensors)")  # by torchvision
 ARCHITECTURE = re.compile(r"(vit|deit3?|eva|eva02|resnetv2)_\w+")
@@ -31,18 +32,19 @@ def imagenet_names(source: RawCheckpoint, format: str, classes: int) -> tuple[st
     """The names of the classes of weights without any; None where they may be others than ImageNet's."""
     if classes not in WORDS or source.beside or format == vitlab.NAME:
         return None
-    if format != google.NAME and not words_of_origin(source) & WORDS[classes] and not is_known(source, format):
+    named = re.search(f"(?<![a-z0-9])({WORDS[classes]})(?![a-z0-9])", words_of_origin(source))
+    if format != google.NAME and not named and not is_known(source, format):
         return None
     log.info("%s has no class names; its %s classes are ImageNet's", source.name, f"{classes:,}")
     return imagenet.short_names() if classes == imagenet.CLASSES else imagenet.names_21k()
 
 
-def words_of_origin(source: RawCheckpoint) -> set[str]:
+def words_of_origin(source: RawCheckpoint) -> str:
     """The words of the last part of the path or hub id, and of timm's tag."""
     nested = source.config.get("pretrained_cfg")
     tag = (nested if isinstance(nested, dict) else source.config).get("tag")
     name = re.split(r"[/\\]", source.name.rstrip("/\\"))[-1]
-    return set(re.split(r"[^a-z0-9]+", f"{name} {tag if isinstance(tag, str) else ''}".lower()))
+    return f"{name} {tag if isinstance(tag, str) else ''}".lower()
 
 
 def is_known(source: RawCheckpoint, format: str) -> bool:

@@ -10,6 +10,7 @@ from vitlab.errors import UserError
 from vitlab.text import brief
 
 FILES = ["config.json", "preprocessor_config.json", "model.safetensors", "model.safetensors.vitlab.json"]
+FILES += ["model.safetensors.index.json"]  # of weights in several files, which are refused by it
 OLD_WEIGHTS = "pytorch_model.bin"
 PATIENCE = 5  # seconds to find out whether there is a network
 

@@ -283,6 +283,8 @@ def open_folder(name: str, path: Path) -> RawCheckpoint:
         config = read_json(vitlab.find_config(path))
         return RawCheckpoint(name, open_tensors(path / vitlab.WEIGHTS), config, {})
     weights = next((path / file for file in (vitlab.WEIGHTS, hub.OLD_WEIGHTS) if (path / file).is_file()), None)
+    if weights is None and any(path.glob("*.index.json")):
+        raise UserError(f"{name} has its weights in several files; save them in one, {vitlab.WEIGHTS}")
     if weights is None:
         raise UserError(f"{name} has neither {vitlab.WEIGHTS} nor {hub.OLD_WEIGHTS}; name a file in it")
     config, processor = read_configs(path)

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from vitlab.models.config import Preprocess, Size
 from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
-from vitlab.weights.formats.originals import check_family, leave_out
+from vitlab.weights.formats.originals import leave_out
 from vitlab.weights.formats.shapes import read_vit
-from vitlab.weights.formats.table import Row, Transform, pair, per_tensor, row
+from vitlab.weights.formats.table import Row, Transform, pair, per_tensor, refuse_foreign, row
 
 NAME = "clip"
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 DEFAULT = FormatDefaults(gelu="quick", norm_eps=1e-5, preprocess=Preprocess(MEAN, STD, "bicubic", crop=1.0))
-FIELDS = ("norm_before", "embed_bias")
+VALUES = {"norm_before": True, "embed_bias": False}  # those without the norm (CLIPA) pool by the mean, and are refused
 HALF = "visual."
 TEXT = {"positional_embedding", "text_projection", "token_embedding.weight", "logit_scale", "logit_bias", "attn_mask"}
 TEXT |= {"input_resolution", "context_length", "vocab_size"}
@@ -55,8 +55,8 @@ def recognizes(source: RawCheckpoint) -> bool:
 
 def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> ParsedCheckpoint:
     half = leave_out(source, is_for_texts, "not for images")
-    check_family(half, TABLE)
-    return read_vit(half, TABLE, given, DEFAULT, image_size, fields=FIELDS, table_rank=2)
+    refuse_foreign(TABLE, half.tensors)
+    return read_vit(half, TABLE, given, DEFAULT, image_size, values=VALUES, table_rank=2)
 
 
 def is_for_texts(name: str) -> bool:

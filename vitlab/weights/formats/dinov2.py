@@ -2,9 +2,9 @@
 
 from vitlab.models.config import Size
 from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
-from vitlab.weights.formats.originals import BODY, IMAGENET, MLP, SCALES, check_family, leave_out
+from vitlab.weights.formats.originals import BODY, IMAGENET, MLP, SCALES, leave_out
 from vitlab.weights.formats.shapes import read_vit, stored_shape
-from vitlab.weights.formats.table import pair, row
+from vitlab.weights.formats.table import pair, refuse_foreign, row
 
 NAME = "dinov2"
 DEFAULT = FormatDefaults(gelu="exact", norm_eps=1e-6, preprocess=IMAGENET)
@@ -29,7 +29,7 @@ def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) 
     source = leave_out(source, "mask_token".__eq__, "it is for pre-training alone")
     mlp = SWIGLU if "blocks.0.mlp.w12.weight" in source.shapes else MLP
     table = [*BODY, *REST, *mlp]
-    check_family(source, table)
+    refuse_foreign(table, source.tensors)
     width = stored_shape(source, "patch_embed.proj.weight", 4)[0]
     default = FormatDefaults(heads=None if width % 64 else width // 64).over(DEFAULT)
     return read_vit(source, table, given, default, image_size, fields=FIELDS)

@@ -9,9 +9,9 @@ import torch
 from vitlab.errors import UserError
 from vitlab.models.config import Size
 from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
-from vitlab.weights.formats.originals import BODY, IMAGENET, MLP, SCALES, check_family, leave_out, log, without
+from vitlab.weights.formats.originals import BODY, IMAGENET, MLP, SCALES, leave_out, log, without
 from vitlab.weights.formats.shapes import not_none, read_vit, stored_shape
-from vitlab.weights.formats.table import Row, Transform, pair, row
+from vitlab.weights.formats.table import Row, Transform, pair, refuse_foreign, row
 
 NAME = "dinov3"
 BASE = 100.0
@@ -60,7 +60,7 @@ def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) 
     mlp = SWIGLU if "blocks.0.mlp.w1.weight" in names else MLP
     table = [*BODY, *REST, *mlp, QV_BIAS if masked else QKV_BIAS]
     rest = without(source, PERIODS.__eq__)
-    check_family(rest, table)
+    refuse_foreign(table, rest.tensors)
     width = stored_shape(source, "patch_embed.proj.weight", 4)[0]
     known = given.over(ROTARY)
     known = known.over(FormatDefaults(heads=read_heads(source, width, not_none(known.rotary_base))))

@@ -38,7 +38,7 @@ from vitlab.weights.formats.huggingface_families import (
 )
 from vitlab.weights.formats.huggingface_processor import describe_preprocess, has_processor, read_preprocess
 from vitlab.weights.formats.shapes import read_vit
-from vitlab.weights.formats.table import Row, expand, from_vitlab
+from vitlab.weights.formats.table import Row, expand, from_vitlab, refuse_foreign
 
 NAME = "huggingface"
 SUFFIXES = ("",)
@@ -70,27 +70,33 @@ def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) 
     family = find_family(source)
     prefix = next((p for p in family.prefixes if p + family.patches in source.shapes), "")
     has_head = any(r.theirs[0] in source.shapes for r in family.head)
-    if family in (DINOV2_REGISTERS, DINOV3) and f"{prefix}{REGISTERS}" not in source.shapes:
-        raise UserError(f"{source.name} lacks '{prefix}{REGISTERS}'")  # a model without has an empty one
+    registers = f"{prefix}{REGISTERS}"
+    lacks_registers = family in (DINOV2_REGISTERS, DINOV3) and registers not in source.shapes
     source = leave_out(source, family, prefix, has_head)
     table, is_gated = find_table(source, family, prefix)
     config = image_config(source)
     known = given.over(read_settings(source, family, config, is_gated))
     size = config.get("image_size")
-    return read_vit(
-        source,
-        table,
-        known,
-        dataclasses.replace(family.default, heads=None),  # without a config, heads go by the width
-        image_size,
-        config_size=None if size is None else as_size(size),
-        pool=find_pool(source, family, config, has_head),
-        positions=family.positions,
-        table_rank=family.table_rank,
-        fields=tuple(family.holds),
-        values=family.values() | find_biases(source, family, table),
-        labels=read_labels(source),
-    )
+    try:
+        if lacks_registers:
+            raise UserError(f"{source.name} lacks '{registers}'")  # a model without has an empty one
+        return read_vit(
+            source,
+            table,
+            known,
+            dataclasses.replace(family.default, heads=None),  # without a config, heads go by the width
+            image_size,
+            config_size=None if size is None else as_size(size),
+            pool=find_pool(source, family, config, has_head),
+            positions=family.positions,
+            table_rank=family.table_rank,
+            fields=tuple(family.holds),
+            values=family.values() | find_biases(source, family, table),
+            labels=read_labels(source),
+        )
+    except UserError:
+        refuse_foreign(table, source.tensors)  # a tensor of another architecture may be the reason
+        raise
 
 
 def find_family(source: RawCheckpoint) -> Family:

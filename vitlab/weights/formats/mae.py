@@ -11,9 +11,9 @@ from torch import Tensor
 
 from vitlab.models.config import Size
 from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
-from vitlab.weights.formats.originals import BODY, IMAGENET, MLP, check_family, leave_out
+from vitlab.weights.formats.originals import BODY, IMAGENET, MLP, leave_out
 from vitlab.weights.formats.shapes import read_vit
-from vitlab.weights.formats.table import pair, row
+from vitlab.weights.formats.table import pair, refuse_foreign, row
 
 NAME = "mae"
 EVA = (1024, 3, 14, 14)  # patches of EVA's large model, whose names are those of a fine-tuned MAE; MAE has 16 pixels
@@ -62,7 +62,7 @@ def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) 
     source = leave_out(source, is_decoder, "the decoder is for pre-training alone")
     tuned = "fc_norm.weight" in source.shapes
     table = TUNED if tuned else ENCODER
-    check_family(source, table)
+    refuse_foreign(table, source.tensors)
     if not tuned:
         return read_vit(source, table, given, DEFAULT, image_size)
     values = {"final_norm": "pooled", "extra_token": True}

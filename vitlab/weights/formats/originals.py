@@ -5,12 +5,11 @@ They are read and not written: they hold parts for pre-training alone, which are
 
 import dataclasses
 import logging
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from vitlab.models.config import Preprocess
 from vitlab.weights.formats.base import RawCheckpoint
-from vitlab.weights.formats.table import Row, pair, quote_names, raise_faults, row
+from vitlab.weights.formats.table import pair, quote_names, row
 
 IMAGENET = Preprocess(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), interpolation="bicubic")
 # the names that DINOv2, DINOv3 and MAE share
@@ -39,11 +38,3 @@ def leave_out(source: RawCheckpoint, extra: Callable[[str], bool], why: str) -> 
 def without(source: RawCheckpoint, extra: Callable[[str], bool]) -> RawCheckpoint:
     kept = {name: shape for name, shape in source.shapes.items() if not extra(name)}
     return dataclasses.replace(source, tensors=dataclasses.replace(source.tensors, shapes=kept))
-
-
-def check_family(source: RawCheckpoint, table: Sequence[Row]) -> None:
-    """Raise a UserError for tensors that no model of the family has, before what is missing is noticed."""
-    known = {name for r in table for name in r.theirs}
-    others = [name for name in source.shapes if re.sub(r"\.\d+\.", ".#.", name, count=1) not in known]
-    if others:
-        raise_faults([f"{quote_names(others)} {'does' if len(others) == 1 else 'do'} not belong"], source.tensors)

@@ -179,10 +179,27 @@ def place_table(
         placed = {0: dataclasses.replace(config, prefix_positions="none"), **placed}
     if free and config.registers:
         placed[config.prefix] = dataclasses.replace(config, prefix_positions="all")
-    for lead, fitting in placed.items():
-        with contextlib.suppress(UserError):
-            return fitting, find_size(source, length - lead, config.stride, config_size, image_size)
+    alone, asked = (find_sizes(source, config, length, placed, size) for size in (config_size, image_size))
+    if config_size is None and config.placed in asked and alone and config.placed not in alone:
+        raise UserError(
+            f"{source.name} has {length} positions: of a square of patches, or of the class token and {image_size}; "
+            "leave out image_size= and resize the model, or put a config.json with its size beside the file"
+        )
+    fits = alone or ({} if config_size else asked)
+    for lead, size in fits.items():
+        return placed[lead], size
     return config, find_size(source, length - config.placed, config.stride, config_size, image_size)
+
+
+def find_sizes(
+    source: RawCheckpoint, config: ViTConfig, length: int, leads: Collection[int], size: Size | None
+) -> dict[int, Size]:
+    """The image sizes for which a table has a row for each patch after so many others; squares, unless one is given."""
+    sizes = {}
+    for lead in leads:
+        with contextlib.suppress(UserError):
+            sizes[lead] = find_size(source, length - lead, config.stride, size, None)
+    return sizes
 
 
 def is_stored(source: RawCheckpoint, table: Sequence[Row], ours: str) -> bool:

@@ -146,6 +146,14 @@ def check_names(table: Sequence[Row], file: TensorFile) -> None:
     raise_faults(name_faults(table, file), file)
 
 
+def refuse_foreign(table: Sequence[Row], file: TensorFile) -> None:
+    """Raise a UserError for tensors that no model of a table has, whatever their numbers; other faults come of them."""
+    patterns = (re.escape(name).replace(re.escape("#"), r"\d{1,6}") for r in table for name in r.theirs)
+    known = re.compile("|".join(patterns))
+    if others := [name for name in file.shapes if not known.fullmatch(name)]:
+        raise_faults([f"{quote_names(others)} {'does' if len(others) == 1 else 'do'} not belong"], file)
+
+
 def raise_faults(faults: Sequence[str], file: TensorFile) -> None:
     if faults:
         raise UserError(f"{file.path} is not a supported checkpoint: {'; '.join(faults)}")

@@ -21,7 +21,7 @@ from vitlab.settings import from_json
 from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
 from vitlab.weights.formats.express import check_settings, check_vit
 from vitlab.weights.formats.shapes import count_units, default_heads, read_resnet, read_vit, stored_shape
-from vitlab.weights.formats.table import expand, from_vitlab
+from vitlab.weights.formats.table import expand, from_vitlab, refuse_foreign
 from vitlab.weights.formats.timm_describe import (
     ACTIVATIONS,
     POOLS,
@@ -82,6 +82,16 @@ def recognizes(source: RawCheckpoint) -> bool:
 
 
 def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> ParsedCheckpoint:
+    try:
+        return read_model(source, given, image_size)
+    except UserError:
+        if "patch_embed.proj.weight" in source.shapes:  # a tensor of another architecture may be the reason
+            stem = read_stem(source)
+            refuse_foreign(vit_table(Names.of_file(source.shapes), stem and stem[0]), source.tensors)
+        raise
+
+
+def read_model(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> ParsedCheckpoint:
     labels = source.config.get("label_names") or pretrained_config(source).get("label_names")
     if "stem.conv.weight" in source.shapes:
         stored = FormatDefaults(preprocess=read_preprocess(source, BIT_PREPROCESS))

@@ -56,6 +56,7 @@ def cells(base: float, grid: int) -> dict[str, Any]:
 CENTERS = {"rotary": "centers", "rotary_layout": "halves", "rotary_base": 100.0, "rotary_grid": 0}
 PLAIN = Family("ViT", defaults(PREPROCESS))
 SCALED = Family("DeiT III", defaults(IMAGENET_CROP), {1536: 24})
+SCALED_GAP = Family("ViT with LayerScale", defaults(PREPROCESS))
 DINOV2 = Family("DINOv2", defaults(IMAGENET_FULL), {1536: 24})
 CLIP = Family("CLIP", defaults(CLIP_FULL, 1e-5))
 BEIT3 = Family("BEiT-3", defaults(IMAGENET_FULL, 1e-5))
@@ -89,7 +90,9 @@ def find_family(source: RawCheckpoint) -> Family:
     if block("attn.norm.weight") and block("mlp.norm.weight"):
         return BEIT3
     if block("ls1.gamma"):
-        return DINOV2 if token and (registers or "head.weight" not in names) else SCALED
+        if not token:
+            return SCALED_GAP
+        return DINOV2 if registers or "head.weight" not in names else SCALED
     return PLAIN
 
 
@@ -144,6 +147,11 @@ def check_arithmetic(source: RawCheckpoint, family: Family, name: str, args: Map
         )
     if not family.known and not given and "use_rot_pos_emb" not in args and family is not PE:
         raise UserError(f"{source.name} has 'blocks.0.gamma_1' and is of no known family; give rotary=none, or which")
+    if family is ROPE and "pos_embed" in source.shapes and not name and not given:
+        raise UserError(
+            f"{source.name} has 'blocks.0.gamma_1' and 'pos_embed', as DeiT III's own files and RoPE-ViT's have; give "
+            "rotary=none for the former, rotary=cells for the latter"
+        )
     if not name and not source.beside:
         check_post_norm(source, family)
     check_pooling(source, name, args)
