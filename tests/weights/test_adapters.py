@@ -19,7 +19,8 @@ from vitlab.files import sha256
 from vitlab.models.card import Card
 from vitlab.models.vit import ViT
 from vitlab.training.lora import add_updates, own_state
-from vitlab.weights.load import LONGEST_CHAIN, name_base
+from vitlab.weights.load import LONGEST_CHAIN
+from vitlab.weights.lora_base import name_base
 from vitlab.weights.save import write_folder
 
 RANK, ALPHA = 3, 6.0

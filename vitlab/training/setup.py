@@ -35,8 +35,8 @@ from vitlab.training.start import choose_head, make_provenance
 from vitlab.training.trust import check_trusted_data, check_trusted_review, check_trusted_weights, remember_recipe
 from vitlab.weights import load
 from vitlab.weights.formats.vitlab import model_config, model_json, read_provenance
-from vitlab.weights.load import find_base, name_base
 from vitlab.weights.lora import Adapter, base_json
+from vitlab.weights.lora_base import find_base, name_base
 
 RECIPE = "recipe.json"
 MOST_LAYERS = 1_000
