@@ -27,7 +27,7 @@ from vitlab.weights.formats import clip, dinov2, dinov3, google, huggingface, ma
 from vitlab.weights.formats.base import Format, FormatDefaults, ParsedCheckpoint, RawCheckpoint, Reader, settings_of
 from vitlab.weights.formats.table import quote_names, to_vitlab
 from vitlab.weights.formats.vitlab import read_card
-from vitlab.weights.lora import Adapter, adapter_state, check_base, merge
+from vitlab.weights.lora import Adapter, adapter_state, check_base, check_growth, merge
 from vitlab.weights.lora_base import find_base
 from vitlab.weights.open import open_source
 
@@ -194,9 +194,11 @@ def add_base(
     place = find_base(own.adapter, raw.tensors.path.parent, raw.name) if base is None else base
     under = read_checkpoint(place, FormatDefaults(), image_size=own.config.image_size, chain=chain + 1)
     try:
-        model = fill_model(under.config, unify_dtype(under.tensors, str(place))).resize(own.config.image_size)
-        check_base(own.config, vitlab.apply_settings(model.config, given))
+        config = dataclasses.replace(under.config, image_size=own.config.image_size)
+        check_base(own.config, vitlab.apply_settings(config, given))
         state = meta_model(own.config).state_dict()
+        check_growth(state, under.tensors, own.config.image_size)
+        model = fill_model(under.config, unify_dtype(under.tensors, str(place))).resize(own.config.image_size)
         tensors = merge(state, model.state_dict(), own.tensors, own.adapter)
     except UserError as error:
         raise UserError(f"{place} cannot be the base of {raw.name}: {error}") from None

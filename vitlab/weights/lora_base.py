@@ -18,18 +18,19 @@ def find_base(adapter: Adapter, folder: Path, name: str) -> str:
     places = adapter.places(folder)
     if not places:
         raise UserError(f"{name} has low-rank updates alone; name the weights they are for: vitlab.load(..., base=)")
-    other = None
+    reason = ""
     for place in places:
         if not os.path.exists(place) and not adapter.is_on_hub:
             continue
         log.info("%s: low-rank updates of %s", name, place)  # before it is opened: others may have chosen it
-        if sha256(open_source(place).tensors.path) == adapter.sha256:
-            return place
-        other = place
-    fix = f"put back the weights it was trained on, or copy them into {folder}"
-    if other is not None:
-        raise UserError(f"{other} is not the base of {name}: its sha256 differs; {fix}")
-    raise UserError(f"{name} needs its base {adapter.source}, which is missing; {fix}")
+        try:
+            if sha256(open_source(place).tensors.path) == adapter.sha256:
+                return place
+            reason = reason or f"{place} is not the base of {name}: its sha256 differs"
+        except (UserError, OSError) as error:  # the base may still be at the next place
+            reason = reason or f"{place} cannot be the base of {name}: {error}"
+    fix = f"put back the weights it was trained on, or copy them to {adapter.inside(folder)}"
+    raise UserError(f"{reason or f'{name} needs its base {adapter.source}, which is missing'}; {fix}")
 
 
 def name_base(weights: str, rank: int, alpha: float = 1.0) -> Adapter:
