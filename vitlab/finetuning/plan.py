@@ -13,6 +13,7 @@ from vitlab.models.variants import Model, name_of
 from vitlab.text import counted, duration
 from vitlab.training.auto import LORA_TUNING, machine
 from vitlab.training.first_weights import find_weights
+from vitlab.training.lora import check_rank
 from vitlab.training.recipe import Recipe, change, count_steps, override
 from vitlab.training.recipes import vary
 from vitlab.training.setup import open_recipe_data
@@ -68,6 +69,7 @@ def make_plan(spec: str, start: str | None, pairs: list[str], minutes: float | N
     size = asked.image_size if "image_size" in keys else model.config.image_size
     recipe = vary(Recipe(name, spec, size, weights=weights, head="new", steps=1), TUNING)
     recipe = override(vary(recipe, LORA_TUNING) if asked.lora else recipe, pairs)
+    check_rank(model.config, recipe.lora)
     model = choose_head(model.resize(size), recipe, data.classes)
     seconds = 60 * (MINUTES if minutes is None else minutes)
     if seconds <= 0:
