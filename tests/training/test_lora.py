@@ -196,6 +196,26 @@ def test_resuming_needs_the_same_base(run: Path, base: Path, tmp_path: Path) -> 
         train_small(out, resume=True, weights=str(place), lora=4, steps=4)
 
 
+@pytest.mark.parametrize("other", [{"lora": 2}, {"lora": 0}, {"lora_alpha": 8.0}])
+def test_resuming_needs_the_same_rank_and_scale(other: dict[str, Any], run: Path, base: Path) -> None:
+    with pytest.raises(UserError, match=rf"has another {next(iter(other))} \(the run has") as error:
+        train_small(run, resume=True, **{"weights": str(base), "lora": 4, **other})
+    assert "\n" not in str(error.value)
+
+
+def test_micro_batches_give_the_gradients_of_one(base: Path, tmp_path: Path) -> None:
+    """With everything off that is drawn for each micro-batch; the gradients are clipped."""
+    off = {"dropout": 0.0, "drop_path": 0.0, "mixup": 0.0}
+    found = []
+    for micro in (8, 32):
+        settings = {"steps": 4, "warmup": 0, "log_every": 1, "clip": 1e-3, "precision": "float64", **off}
+        train_small(tmp_path / f"{micro}", weights=str(base), lora=4, micro=micro, **settings)
+        found.append([(r["loss"], r["grad_norm"]) for r in records(tmp_path / f"{micro}") if "loss" in r])
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-9)
+    assert np.shape(found) == (2, 4, 2)
+    assert np.min(np.array(found)[:, :, 1]) > 1e-3  # so that clipping has something to do
+
+
 def test_a_run_moves_with_its_base(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     shutil.copytree(base, old / "base")

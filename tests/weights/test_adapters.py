@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import torch
 from conftest import Command, fill
 from safetensors.torch import load_file, save_file
 from test_hostile import check_refused
+from test_load import add_to_cache
 
 import vitlab
 from vitlab.errors import UserError
@@ -50,7 +52,7 @@ def tiny(**settings: Any) -> ViT:
     return fill(model).eval()
 
 
-def adapt(base: Path, out: Path, seed: int = 1, **settings: Any) -> ViT:
+def adapt(base: Path | str, out: Path, seed: int = 1, **settings: Any) -> ViT:
     """Random updates of a base, written to a folder, and the model that computes with them unmerged."""
     model = vitlab.load(base, **settings)
     assert isinstance(model, ViT)
@@ -248,6 +250,25 @@ def test_a_run_of_another_system_finds_the_base_inside(pair: tuple[Path, Path]) 
     refused(adapter, "which is missing")
     base.rename(adapter / "first")
     vitlab.load(adapter)
+
+
+def test_a_base_on_the_hub_is_named_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its branch may move, and a folder here may have its name; without it, the message has the hub's reason."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    vitlab.save(tiny(), tmp_path / "files")
+    repo = add_to_cache(tmp_path / "cache", "some/vit", tmp_path / "files")
+    adapt("some/vit", tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "config.json").read_text())["base"] == {"source": "some/vit@" + "0" * 40}
+    before = vitlab.load(tmp_path / "adapter").state_dict()
+    vitlab.save(fill(tiny(), seed=5), repo / "snapshots" / ("1" * 40))
+    (repo / "refs" / "main").write_text("1" * 40)
+    after = vitlab.load(tmp_path / "adapter").state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    shutil.rmtree(repo)
+    refused(tmp_path / "adapter", f"some/vit@0* cannot be the base of .*cache.*copy them to {tmp_path}/adapter/vit")
+    shutil.copytree(tmp_path / "files", tmp_path / "adapter" / "vit")
+    assert torch.equal(vitlab.load(tmp_path / "adapter").state_dict()["embed.weight"], before["embed.weight"])
 
 
 def test_a_file_without_its_config_needs_a_named_base(pair: tuple[Path, Path], tmp_path: Path) -> None:
