@@ -205,10 +205,10 @@ def test_resuming_needs_the_same_rank_and_scale(other: dict[str, Any], run: Path
 
 def test_micro_batches_give_the_gradients_of_one(base: Path, tmp_path: Path) -> None:
     """With everything off that is drawn for each micro-batch; the gradients are clipped."""
-    off = {"dropout": 0.0, "drop_path": 0.0, "mixup": 0.0}
+    settings: dict[str, Any] = {"steps": 4, "warmup": 0, "log_every": 1, "clip": 1e-3, "precision": "float64"}
+    settings |= {"dropout": 0.0, "drop_path": 0.0, "mixup": 0.0}
     found = []
     for micro in (8, 32):
-        settings = {"steps": 4, "warmup": 0, "log_every": 1, "clip": 1e-3, "precision": "float64", **off}
         train_small(tmp_path / f"{micro}", weights=str(base), lora=4, micro=micro, **settings)
         found.append([(r["loss"], r["grad_norm"]) for r in records(tmp_path / f"{micro}") if "loss" in r])
     np.testing.assert_allclose(found[0], found[1], rtol=1e-9)
