@@ -306,3 +306,15 @@ def test_the_report_names_what_was_trained() -> None:
 
     words = describe_recipe(change(SMALL, lora=8, weights="w"), images=100, steps=20)
     assert "Low-rank updates (LoRA, rank 8) and the head were trained" in words
+
+
+@pytest.mark.slow
+def test_the_report_names_what_the_file_holds(run: Path, base: Path, tmp_path: Path) -> None:
+    from small_runs import few_digits
+
+    from vitlab.report.make import write_report
+
+    shutil.copytree(run, tmp_path / "run")
+    page = write_report(tmp_path / "run", few_digits(), device="cpu").path.read_text()
+    size = (run / "model.safetensors").stat().st_size
+    assert f"a file of {size / 1e6:.1f} MB: what it adds to {base}" in page
