@@ -81,6 +81,7 @@ NAMED: dict[str, tuple[str, dict[str, Any] | None]] = {
     "timm's old config": ("model.safetensors", {"arch": "vit_tiny_patch16_224", "num_classes": 1000}),
     "timm's file name": ("vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors", None),
     "another file name": ("deit_3_small_224_1k.safetensors", None),
+    "a name in two words": ("vit-small-imagenet-1k.safetensors", None),
     "torchvision's file": ("vit_b_16-c867db91.pth", None),
 }
 UNNAMED: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -90,6 +91,7 @@ UNNAMED: dict[str, tuple[str, dict[str, Any] | None]] = {
     "no tag": ("model.safetensors", {**ARCH, "pretrained_cfg": {"num_classes": 1000}}),
     "a strange tag": ("model.safetensors", {**ARCH, "pretrained_cfg": {"tag": ["in1k"]}}),
     "a word within a word": ("skin1k5.safetensors", None),
+    "a number of anything": ("flowers_1k.safetensors", None),
     "a run of torchvision": ("vit_b_16_photos.pth", None),
     "only the folder's folder": ("in1k/mine/model.safetensors", None),
 }

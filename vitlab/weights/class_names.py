@@ -3,7 +3,8 @@
 The number of classes must be ImageNet's, 1,000 or 21k's 21,843, and one of these hold:
 
 - the file is one of the authors' .npz;
-- the hub id, the file's or the folder's name, or the tag in timm's config.json has a word such as in1k or imagenet21k;
+- the hub id, the file's or the folder's name, or the tag in timm's config.json has a word such as in1k or imagenet21k,
+  or 1k and 21k beside imagenet or deit;
 - timm's config.json names an architecture and no tag, at its top: the old form, in which all were ImageNet's;
 - the file has the name of one that torchvision publishes.
 
@@ -19,9 +20,11 @@ from vitlab.weights.formats import google, timm, torchvision, vitlab
 from vitlab.weights.formats.base import RawCheckpoint
 
 WORDS = {
-    imagenet.CLASSES: {"in1k", "1k", "imagenet1k", "imagenet2012"},
-    imagenet.CLASSES_21K: {"in21k", "21k", "imagenet21k"},
+    imagenet.CLASSES: {"in1k", "imagenet1k", "imagenet2012"},
+    imagenet.CLASSES_21K: {"in21k", "imagenet21k"},
 }
+NUMBERS = {"1k", "21k"}  # of any classes, unless one of these is named too, as in deit_3_small_224_1k
+NAMED = {"imagenet", "in", "deit"}
 PUBLISHED = re.compile(r"vit_[a-z]_\d+(_\w+)?-[0-9a-f]{8}\.(pth|safetensors)")  # by torchvision
 ARCHITECTURE = re.compile(r"(vit|deit3?|eva|eva02|resnetv2)_\w+")
 log = logging.getLogger("vitlab")
@@ -42,7 +45,8 @@ def words_of_origin(source: RawCheckpoint) -> set[str]:
     nested = source.config.get("pretrained_cfg")
     tag = (nested if isinstance(nested, dict) else source.config).get("tag")
     name = re.split(r"[/\\]", source.name.rstrip("/\\"))[-1]
-    return set(re.split(r"[^a-z0-9]+", f"{name} {tag if isinstance(tag, str) else ''}".lower()))
+    words = set(re.split(r"[^a-z0-9]+", f"{name} {tag if isinstance(tag, str) else ''}".lower()))
+    return words | {f"in{number}" for number in words & NUMBERS if words & NAMED}
 
 
 def is_known(source: RawCheckpoint, format: str) -> bool:
