@@ -57,6 +57,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "axial rotary": ({"rotary": "cells", "attention": "axial", "pool": "mean"}, ["rotary", "full attention"]),
     "axial registers": ({"registers": 2, "attention": "axial", "pool": "mean"}, ["axial", "registers"]),
     "relative rotary": ({"rotary": "cells", "positions": "relative"}, ["relative and rotary", "one of them"]),
+    "too many patches": (
+        {"rotary": "cells", "image_size": (8192, 8192), "patch": 1},
+        ["8192x8192", "too many patches"],
+    ),
     "narrow heads": ({"rotary": "cells", "heads": 12}, ["rotary", "4 divides", "not 2"]),
     "too many registers": ({"registers": 1 << 20}, ["registers", "at most 1,024"]),
     "fewer than none": ({"registers": -1}, ["registers", "-1"]),

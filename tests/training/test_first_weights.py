@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
@@ -128,6 +129,83 @@ def test_files_in_the_cache_need_no_network(monkeypatch: pytest.MonkeyPatch, tmp
     vitlab.save(vitlab.create("Ti/14", image_size=56, depth=1, classes=0), folder)
     assert hub.is_available("facebook/dinov2-base")
     assert load_start("facebook/dinov2-base").config.image_size == (DINOV2_SIZE, DINOV2_SIZE)
+
+
+def cached(cache: Path, name: str) -> Path:
+    """The folder of a model's files in a hub's cache."""
+    repo = cache / f"models--{name.replace('/', '--')}"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("c" * 40)
+    return repo / "snapshots" / ("c" * 40)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU of 24 GB, as far as the choice of weights sees one."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=24e9))
+    return torch.device("cuda")
+
+
+def test_a_damaged_download_falls_back(gpu: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A full disk or a lost connection leaves part of a file."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    model = vitlab.create("Ti/16", image_size=32, depth=1, classes=0)
+    for name in ("facebook/dinov2-large", HUB["cuda"]):
+        vitlab.save(model, cached(tmp_path, name))
+    assert find_weights(None, gpu).name == "facebook/dinov2-large"
+    weights = next(tmp_path.glob("models--facebook*/snapshots/*/model.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:1000])
+    found = find_weights(None, gpu)
+    assert found.name == HUB["cuda"]
+    assert found.model is not None
+    assert "DINOv2 cannot be downloaded" in found.line
+    (line,) = found.warnings
+    assert "facebook/dinov2-large cannot be loaded" in line
+    assert "\n" not in line
+
+
+class Gone(Gate):
+    """A hub that answers for a file, and then has no such model."""
+
+    code, error = 200, ""
+
+    def do_GET(self) -> None:
+        type(self).code, type(self).error = 404, "RepoNotFound"
+        self.do_HEAD()
+
+
+def test_a_hub_that_loses_the_model_is_one_line(
+    gpu: torch.device, gate: type[Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("code", "error"):
+        monkeypatch.setattr(gate, name, getattr(Gone, name))
+    monkeypatch.setattr(gate, "do_GET", Gone.do_GET)
+    with pytest.raises(UserError) as caught:
+        find_weights(None, gpu)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in ("no weights to start from", HUB["cuda"], "--weights none"):
+        assert part in message
+    assert any("facebook/dinov2-large" in path for path in gate.asked)
+
+
+@pytest.mark.parametrize("how", ["offline", "no server"])
+def test_without_a_network_the_message_has_the_way_out(
+    how: str, gpu: torch.device, gate: type[Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = "http://127.0.0.1:1"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", how == "offline")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", dead)
+    url = dead + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+    with pytest.raises(UserError) as caught:
+        find_weights(None, gpu)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in ("is not in the hub's cache", "cannot be reached", f"hf download {HUB['cuda']}", "--weights FILE"):
+        assert part in message
+    assert not gate.asked
 
 
 def test_named_weights_are_not_chosen(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import fill
 from safetensors.torch import load_file
 from small_runs import SMALL, assert_same_run, records, train_small
+from test_parallel import train as train_by
 from test_resume import killed_at
 from torch import Tensor, nn
 
@@ -194,6 +196,26 @@ def test_resuming_needs_the_same_base(run: Path, base: Path, tmp_path: Path) -> 
         train_small(out, resume=True, weights=str(place), lora=4, steps=4)
 
 
+@pytest.mark.parametrize("other", [{"lora": 2}, {"lora": 0}, {"lora_alpha": 8.0}])
+def test_resuming_needs_the_same_rank_and_scale(other: dict[str, Any], run: Path, base: Path) -> None:
+    with pytest.raises(UserError, match=rf"has another {next(iter(other))} \(the run has") as error:
+        train_small(run, resume=True, **{"weights": str(base), "lora": 4, **other})
+    assert "\n" not in str(error.value)
+
+
+def test_micro_batches_give_the_gradients_of_one(base: Path, tmp_path: Path) -> None:
+    """With everything off that is drawn for each micro-batch; the gradients are clipped."""
+    settings: dict[str, Any] = {"steps": 4, "warmup": 0, "log_every": 1, "clip": 1e-3, "precision": "float64"}
+    settings |= {"dropout": 0.0, "drop_path": 0.0, "mixup": 0.0}
+    found = []
+    for micro in (8, 32):
+        train_small(tmp_path / f"{micro}", weights=str(base), lora=4, micro=micro, **settings)
+        found.append([(r["loss"], r["grad_norm"]) for r in records(tmp_path / f"{micro}") if "loss" in r])
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-9)
+    assert np.shape(found) == (2, 4, 2)
+    assert np.min(np.array(found)[:, :, 1]) > 1e-3  # so that clipping has something to do
+
+
 def test_a_run_moves_with_its_base(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     shutil.copytree(base, old / "base")
@@ -235,6 +257,7 @@ def test_meaningless_settings_are_refused(settings: dict[str, Any], words: str, 
     with pytest.raises(UserError, match=words) as error:
         train_small(tmp_path / "run", **settings)
     assert "\n" not in str(error.value)
+    assert not (tmp_path / "run" / "recipe.json").exists()  # the folder is free for the next attempt
 
 
 def test_the_command_line_sets_the_rank() -> None:
@@ -243,8 +266,55 @@ def test_the_command_line_sets_the_rank() -> None:
     assert (SMALL.lora, SMALL.lora_alpha) == (0, 16.0)
 
 
+# ---- compilation and several processes
+
+
+@pytest.mark.slow
+def test_it_compiles_without_a_graph_break() -> None:
+    model = tiny()
+    add_updates(model, rank=4, alpha=16, seed=0)
+    fill(model)
+    images = torch.randn(2, 3, 8, 8)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(images), model(images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_loss_curve_of_one(base: Path, tmp_path: Path) -> None:
+    """In their losses and in the files of updates, which a sharded run gathers."""
+    settings = ["steps=25", "lr=0.1", "mixup=0", "precision=float64", "ema=0.9", "image_size=8", "width=16"]
+    settings += ["checkpoint_every=10", "lora=4", f"weights={base}"]
+    runs = {"one": (1, "ddp"), "ddp": (2, "ddp"), "fsdp": (2, "fsdp")}
+    for name, (processes, parallel) in runs.items():
+        train_by(tmp_path / name, processes, *settings, f"parallel={parallel}")
+    losses = {name: [r["loss"] for r in records(tmp_path / name) if "loss" in r] for name in runs}
+    alone = losses["one"]
+    assert len(alone) == 25
+    assert sum(alone[-3:]) < 0.9 * sum(alone[:3])  # it learns, so a wrong gradient would show
+    one = load_file(tmp_path / "one" / "model.safetensors")
+    assert one.keys() == expected_names()
+    for name in ("ddp", "fsdp"):
+        np.testing.assert_allclose(losses[name], alone, rtol=1e-9, err_msg=name)
+        other = load_file(tmp_path / name / "model.safetensors")
+        assert other.keys() == one.keys()
+        for key, tensor in one.items():
+            torch.testing.assert_close(other[key], tensor, rtol=1e-6, atol=1e-7)
+
+
 def test_the_report_names_what_was_trained() -> None:
     from vitlab.report.describe import describe_recipe
 
     words = describe_recipe(change(SMALL, lora=8, weights="w"), images=100, steps=20)
     assert "Low-rank updates (LoRA, rank 8) and the head were trained" in words
+
+
+@pytest.mark.slow
+def test_the_report_names_what_the_file_holds(run: Path, base: Path, tmp_path: Path) -> None:
+    from small_runs import few_digits
+
+    from vitlab.report.make import write_report
+
+    shutil.copytree(run, tmp_path / "run")
+    page = write_report(tmp_path / "run", few_digits(), device="cpu").path.read_text()
+    size = (run / "model.safetensors").stat().st_size
+    assert f"a file of {size / 1e6:.1f} MB: what it adds to {base}" in page

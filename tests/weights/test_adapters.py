@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import torch
 from conftest import Command, fill
 from safetensors.torch import load_file, save_file
 from test_hostile import check_refused
+from test_load import add_to_cache
 
 import vitlab
 from vitlab.errors import UserError
@@ -19,7 +21,8 @@ from vitlab.files import sha256
 from vitlab.models.card import Card
 from vitlab.models.vit import ViT
 from vitlab.training.lora import add_updates, own_state
-from vitlab.weights.load import LONGEST_CHAIN, name_base
+from vitlab.weights.load import LONGEST_CHAIN
+from vitlab.weights.lora_base import name_base
 from vitlab.weights.save import write_folder
 
 RANK, ALPHA = 3, 6.0
@@ -49,7 +52,7 @@ def tiny(**settings: Any) -> ViT:
     return fill(model).eval()
 
 
-def adapt(base: Path, out: Path, seed: int = 1, **settings: Any) -> ViT:
+def adapt(base: Path | str, out: Path, seed: int = 1, **settings: Any) -> ViT:
     """Random updates of a base, written to a folder, and the model that computes with them unmerged."""
     model = vitlab.load(base, **settings)
     assert isinstance(model, ViT)
@@ -181,7 +184,7 @@ def refused(source: Path, words: str, **options: Any) -> None:
 def test_a_missing_base_is_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
     base, adapter = pair
     base.rename(tmp_path / "elsewhere")
-    refused(adapter, f"needs its base {base}, which is missing; put back .* copy them into {adapter}")
+    refused(adapter, f"needs its base {base}, which is missing; put back .* copy them to {adapter}/base")
     expected = vitlab.load(adapter, base=tmp_path / "elsewhere").state_dict()
     shutil.copytree(tmp_path / "elsewhere", adapter / "base")  # as the message advises
     assert torch.equal(vitlab.load(adapter).state_dict()["blocks.0.mlp.up.weight"], expected["blocks.0.mlp.up.weight"])
@@ -211,6 +214,61 @@ def test_both_move_together(pair: tuple[Path, Path], tmp_path: Path, caplog: pyt
         after = vitlab.load(tmp_path / "new" / "adapter").state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert str(tmp_path / "new" / "base") in caplog.text  # nothing is opened silently
+
+
+def test_a_base_of_the_updates_own_file_name(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """The base may be named by a file `model.safetensors`, as the updates are: the advice must not overwrite them."""
+    file, folder = pair[0] / "model.safetensors", tmp_path / "other"
+    adapt(file, folder)
+    before = vitlab.load(folder).state_dict()
+    (tmp_path / "gone").mkdir()
+    file.rename(tmp_path / "gone" / "weights")
+    refused(folder, f"which is missing; .* copy them to {folder}/base/model.safetensors")
+    (folder / "base").mkdir()
+    shutil.copy(tmp_path / "gone" / "weights", folder / "base" / "model.safetensors")
+    after = vitlab.load(folder).state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_base_is_looked_for_at_all_places(pair: tuple[Path, Path]) -> None:
+    """Something else at the first place does not hide the copy that the user made as the message advises."""
+    base, adapter = pair
+    before = vitlab.load(adapter).state_dict()
+    shutil.copytree(base, adapter / "base")
+    (base / "model.safetensors").write_bytes(b"no weights")
+    after = vitlab.load(adapter).state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    shutil.rmtree(adapter / "base")
+    refused(adapter, f"{base} cannot be the base of {adapter}: .*model.safetensors .*; put back")
+
+
+def test_a_run_of_another_system_finds_the_base_inside(pair: tuple[Path, Path]) -> None:
+    base, adapter = pair
+    config = json.loads((adapter / "config.json").read_text())
+    place = {"source": "D:\\weights\\first", "near": ""}  # of Windows: neither a path here nor a hub id
+    rewrite(adapter, load_file(adapter / "model.safetensors"), config["model"]["lora"], place)
+    refused(adapter, "which is missing")
+    base.rename(adapter / "first")
+    vitlab.load(adapter)
+
+
+def test_a_base_on_the_hub_is_named_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its branch may move, and a folder here may have its name; without it, the message has the hub's reason."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    vitlab.save(tiny(), tmp_path / "files")
+    repo = add_to_cache(tmp_path / "cache", "some/vit", tmp_path / "files")
+    adapt("some/vit", tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "config.json").read_text())["base"] == {"source": "some/vit@" + "0" * 40}
+    before = vitlab.load(tmp_path / "adapter").state_dict()
+    vitlab.save(fill(tiny(), seed=5), repo / "snapshots" / ("1" * 40))
+    (repo / "refs" / "main").write_text("1" * 40)
+    after = vitlab.load(tmp_path / "adapter").state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    shutil.rmtree(repo)
+    refused(tmp_path / "adapter", f"some/vit@0* cannot be the base of .*cache.*copy them to {tmp_path}/adapter/vit")
+    shutil.copytree(tmp_path / "files", tmp_path / "adapter" / "vit")
+    assert torch.equal(vitlab.load(tmp_path / "adapter").state_dict()["embed.weight"], before["embed.weight"])
 
 
 def test_a_file_without_its_config_needs_a_named_base(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -264,6 +322,8 @@ TAMPERED: dict[str, tuple[Tamper, str]] = {
     "hidden sha256": (lambda t, lora, base: base.update(sha256="0" * 64), "must not have 'sha256'"),
     "a device": (lambda t, lora, base: base.update(source="/dev/zero", near=""), "no file or folder"),
     "a folder": (lambda t, lora, base: base.update(source="/", near=""), "name a file in it"),
+    "a path from here": (lambda t, lora, base: base.update(source="../base", near=""), "absolute path or a hub id"),
+    "a path from home": (lambda t, lora, base: base.update(source="~/base", near=""), "absolute path or a hub id"),
     "a path without an end": (lambda t, lora, base: base.update(source="/a\0b"), "no path has"),
     "no path at all": (lambda t, lora, base: base.update(source=["/"]), "source must be"),
 }
@@ -297,3 +357,20 @@ def test_a_model_that_only_the_header_claims_takes_no_memory(pair: tuple[Path, P
     head = {"head.weight": torch.zeros(5, 65536), "head.bias": torch.zeros(5)}
     rewrite(folder, head, config["model"]["lora"] | {"rank": 0}, config["base"])
     check_refused(folder)
+
+
+@pytest.mark.parametrize("positions", ["1d", "2d", "sinusoidal"])
+def test_an_image_size_that_only_the_header_claims_takes_no_memory(positions: str, tmp_path: Path) -> None:
+    """The base is real and small; at the adapter's size its table of positions would have 2 to 4 GB."""
+    vitlab.save(tiny(patch=1, positions=positions, placement="stem"), tmp_path / "base")
+    head = {name: x for name, x in tiny(patch=1).state_dict().items() if name.startswith("head.")}
+    config = tiny(patch=1, positions=positions).config
+    write_folder(config, head, Card(), tmp_path / "adapter", name_base(str(tmp_path / "base"), rank=0))
+    about = json.loads((tmp_path / "adapter" / "config.json").read_text())
+    about["model"]["image_size"] = [8192, 8192]
+    (tmp_path / "adapter" / "config.json").write_text(json.dumps(about))
+    rewrite(tmp_path / "adapter", head, about["model"]["lora"], about["base"])
+    if positions == "2d":  # two short tables
+        assert vitlab.load(tmp_path / "adapter").config.image_size == (8192, 8192)
+    else:
+        assert "8192x8192" in check_refused(tmp_path / "adapter")

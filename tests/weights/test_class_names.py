@@ -92,6 +92,7 @@ UNNAMED: dict[str, tuple[str, dict[str, Any] | None]] = {
     "a strange tag": ("model.safetensors", {**ARCH, "pretrained_cfg": {"tag": ["in1k"]}}),
     "a word within a word": ("skin1k5.safetensors", None),
     "a thousand birds": ("birds-1k.safetensors", None),
+    "a number of anything": ("flowers_1k.safetensors", None),
     "a run of torchvision": ("vit_b_16_photos.pth", None),
     "only the folder's folder": ("in1k/mine/model.safetensors", None),
 }

@@ -11,8 +11,9 @@ from vitlab.errors import UserError
 from vitlab.finetuning.budget import BATCH, MINUTES
 from vitlab.models.variants import Model, name_of
 from vitlab.text import counted, duration
-from vitlab.training.auto import machine
+from vitlab.training.auto import LORA_TUNING, machine
 from vitlab.training.first_weights import find_weights
+from vitlab.training.lora import check_rank
 from vitlab.training.recipe import Recipe, change, count_steps, override
 from vitlab.training.recipes import vary
 from vitlab.training.setup import open_recipe_data
@@ -20,7 +21,6 @@ from vitlab.training.start import choose_head
 
 # SGD from a soft head, with mild crops: measured best of 40 recipes on eight small sets, see docs/finetuning.md
 TUNING = f"batch={BATCH} optimizer=sgd lr=0.01 clip=1 area=0.6,1 patience=5 checkpoint_every=100"
-LORA_TUNING = "optimizer=adamw lr=0.001"  # low-rank updates start at zero, where SGD hardly moves them
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def make_plan(spec: str, start: str | None, pairs: list[str], minutes: float | N
     size = asked.image_size if "image_size" in keys else model.config.image_size
     recipe = vary(Recipe(name, spec, size, weights=weights, head="new", steps=1), TUNING)
     recipe = override(vary(recipe, LORA_TUNING) if asked.lora else recipe, pairs)
+    check_rank(model.config, recipe.lora)
     model = choose_head(model.resize(size), recipe, data.classes)
     seconds = 60 * (MINUTES if minutes is None else minutes)
     if seconds <= 0:

@@ -61,7 +61,8 @@ from vitlab.training.setup import RECIPE, check_data, prepare_run, read_run
 from vitlab.training.stages import Stages, read_stages, write_stages
 from vitlab.training.trust import quote
 from vitlab.weights import load, save
-from vitlab.weights.load import find_origin, name_base, read_updates
+from vitlab.weights.load import find_origin, read_updates
+from vitlab.weights.lora_base import name_base
 from vitlab.weights.save import write_folder
 
 START = "start"

@@ -26,6 +26,7 @@ Color = tuple[float, float, float]
 
 # Limits for configs from untrusted files: without them one number could take all memory.
 LARGEST_SIDE = 8192  # of the model's input, in pixels
+MOST_ANGLES = 1 << 22  # of rotary positions, which no file holds: a config alone must not fill the memory
 MOST_LAYERS, MOST_WIDTH, MOST_CLASSES, MOST_REGISTERS = 1000, 1 << 16, 1_000_000, 1024
 ROTARY_LAYOUT, ROTARY_BASE = "pairs", 1e4  # where there are no rotary positions
 
@@ -152,6 +153,9 @@ class ViTConfig:
             raise UserError("rotary positions turn queries and keys of the complete grid; use full attention")
         if self.rotary != "none" and (self.width // self.heads) % 4:
             raise UserError(f"rotary positions need heads whose width 4 divides, not {self.width // self.heads}")
+        if self.rotary != "none" and self.grid[0] * self.grid[1] * (self.width // self.heads) > 2 * MOST_ANGLES:
+            height, width = self.image_size
+            raise UserError(f"images of {height}x{width} have too many patches for rotary positions; use smaller ones")
         if self.rotary == "centers" and self.rotary_grid:
             raise UserError("rotary='centers' knows no cells; leave rotary_grid")
 

@@ -32,6 +32,7 @@ PAPER_LIMIT = 12 * 3600.0  # seconds: where the paper's recipe takes longer, it 
 SUSTAINED = 0.35  # share of a GPU's peak that training reaches
 SMALLEST_MICRO = 16  # a GPU that cannot hold as many images at 384 px is not one for the paper's recipe
 FULL_RATE, HEAD_RATE = 0.01, 0.1  # SGD's learning rates for small batches
+LORA_TUNING = "optimizer=adamw lr=0.001"  # low-rank updates start at zero, where SGD hardly moves them
 DECODE_LIMIT = 10_000  # images: sets up to here are decoded once to find duplicates
 
 
@@ -58,7 +59,7 @@ def finetune_recipe(spec: str, start: str | None, pairs: list[str]) -> FinetuneP
         recipe = override(recipe, pairs)
         model = create(recipe.model, classes=len(data.classes), image_size=recipe.image_size, **recipe.model_settings)
     else:
-        recipe, why = for_labels(data, *from_weights(data, spec, weights, model, device))
+        recipe, why = for_labels(data, *from_weights(data, spec, weights, model, device, lora=asked.lora))
         recipe = override(recipe, pairs)
         model.resize(recipe.image_size)
     recipe = fit_length(recipe, model, data, device, pairs)
@@ -76,8 +77,13 @@ def finetune_recipe(spec: str, start: str | None, pairs: list[str]) -> FinetuneP
     return FinetunePlan(recipe, lines, (*found.warnings, *data_warnings(data, spec)), seconds)
 
 
-def from_weights(data: Data, spec: str, weights: str | None, model: Model, device: torch.device) -> tuple[Recipe, str]:
-    """The paper's recipe where the machine can run it; else one of small batches at the weights' own size."""
+def from_weights(
+    data: Data, spec: str, weights: str | None, model: Model, device: torch.device, *, lora: int = 0
+) -> tuple[Recipe, str]:
+    """The paper's recipe where the machine can run it; else one of small batches at the weights' own size.
+
+    Low-rank updates have AdamW in place of SGD.
+    """
     n = len(data.train)
     steps = 500 if n < 20_000 else 10_000 if n < 500_000 else 20_000
     warmup = 100 if steps == 500 else 500
@@ -85,15 +91,23 @@ def from_weights(data: Data, spec: str, weights: str | None, model: Model, devic
     paper = Recipe(name, spec, higher(model.config.image_size, model), weights=weights, steps=steps)
     paper = vary(paper, f"batch=512 optimizer=sgd lr=0.01 warmup={warmup} clip=1 checkpoint_every={warmup}")
     if can_run_paper(paper, model, data, device):
-        return paper, f"the paper's: SGD, batch 512, {paper.image_size[0]} px, lr 0.01, cosine"
-    frozen = image_seconds(model, device, frozen=False) * n * EPOCHS[0] > TIME_LIMIT
+        paper, how = for_updates(paper, lora)
+        return paper, f"the paper's: {how}, batch 512, {paper.image_size[0]} px, lr {paper.lr:g}, cosine"
+    frozen = not lora and image_seconds(model, device, frozen=False) * n * EPOCHS[0] > TIME_LIMIT
     # as many epochs as there is time for: see fit_length
     small = f"epochs={EPOCHS[1]} batch={min(32, n)} lr={FULL_RATE} area=0.3,1 checkpoint_every=100"
     recipe, what = vary(change(paper, image_size=model.config.image_size), small), "all weights"
     if frozen:
         recipe = change(recipe, freeze="body", lr=HEAD_RATE)
         what = "the head alone (all weights would take too long)"
-    return recipe, f"{what}, SGD, batch {recipe.batch}, the weights' own size, lr {recipe.lr:g}, cosine"
+    recipe, how = for_updates(recipe, lora)
+    what = "low-rank updates and the head" if lora else what
+    return recipe, f"{what}, {how}, batch {recipe.batch}, the weights' own size, lr {recipe.lr:g}, cosine"
+
+
+def for_updates(recipe: Recipe, lora: int) -> tuple[Recipe, str]:
+    """A recipe of SGD as it is or, for low-rank updates, with AdamW; and the optimizer's name."""
+    return (vary(recipe, LORA_TUNING), "AdamW") if lora else (recipe, "SGD")
 
 
 def from_scratch(data: Data, spec: str) -> tuple[Recipe, str]:

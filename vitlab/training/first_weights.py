@@ -43,10 +43,16 @@ def find_weights(start: str | None, device: torch.device) -> Start:
     if start is not None:
         return Start(start, load_start(start))
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    online = device.type == "cuda" and hub.is_available(dinov2(memory))
-    name, why = choose_default(device.type, memory, online=online)
+    warnings: tuple[str, ...] = ()
+    if device.type == "cuda" and hub.is_available(dinov2(memory)):
+        name, why = choose_default(device.type, memory, online=True)
+        try:
+            return Start(name, load_start(name), why)
+        except UserError as error:  # the network, the disk, or what the hub answers by now
+            warnings = (f"{name} cannot be loaded, so older weights are: {error}",)
+    name, why = choose_default(device.type, memory, online=False)
     try:
-        return Start(name, load_start(name), why)
+        return Start(name, load_start(name), why, warnings)
     except UserError as error:
         raise UserError(
             f"there are no weights to start from ({error}); give some with --weights FILE (safetensors, npz, pth or a "

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitlab.errors import UserError
+from vitlab.models.config import ModelConfig, ViTConfig
 from vitlab.models.variants import Model
-from vitlab.models.vit import ViT
 from vitlab.weights.lora import updated_layers
 
 
@@ -32,12 +32,17 @@ class LowRankLinear(nn.Linear):
         return F.linear(x, self.weight, self.bias) + self.lora_b(self.lora_a(x) * self.scale)
 
 
+def check_rank(config: ModelConfig, rank: int) -> None:
+    """Raise UserError for a model that cannot have updates of this rank; 0 is none."""
+    if rank and not isinstance(config, ViTConfig):
+        raise UserError(f"lora={rank} updates a transformer's blocks, and this model is a ResNet; leave lora")
+    if isinstance(config, ViTConfig) and rank > config.width:
+        raise UserError(f"lora={rank} is more than the width {config.width}, at which it can express any update")
+
+
 def add_updates(model: Model, rank: int, alpha: float, seed: int) -> None:
     """Give the dense layers of a model's blocks low-rank updates, in place; these and the head learn, nothing else."""
-    if not isinstance(model, ViT):
-        raise UserError(f"lora={rank} updates a transformer's blocks, and this model is a ResNet; leave lora")
-    if rank > model.config.width:
-        raise UserError(f"lora={rank} is more than the width {model.config.width}, at which it can express any update")
+    check_rank(model.config, rank)
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     for name in updated_layers(model.state_dict()):

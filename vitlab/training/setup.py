@@ -27,6 +27,7 @@ from vitlab.settings import check_value, from_json, to_json
 from vitlab.text import brief
 from vitlab.training import checkpoint, manifest
 from vitlab.training.checkpoint import CheckpointMeta, FoundCheckpoint, disk_errors
+from vitlab.training.lora import check_rank
 from vitlab.training.objectives import start_at_frequency, start_sigmoid
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, difference, override, resolve_length
@@ -35,8 +36,8 @@ from vitlab.training.start import choose_head, make_provenance
 from vitlab.training.trust import check_trusted_data, check_trusted_review, check_trusted_weights, remember_recipe
 from vitlab.weights import load
 from vitlab.weights.formats.vitlab import model_config, model_json, read_provenance
-from vitlab.weights.load import find_base, name_base
 from vitlab.weights.lora import Adapter, base_json
+from vitlab.weights.lora_base import find_base, name_base
 
 RECIPE = "recipe.json"
 MOST_LAYERS = 1_000
@@ -165,6 +166,7 @@ def prepare_run(
             return RunSetup(out, recipe, data, *about, found, None)
     adapter = new_adapter(recipe, out)
     model, preprocess = initial_model(recipe, data, start)
+    check_rank(model.config, recipe.lora)  # before the folder is made
     about = (model.config, preprocess, make_provenance(recipe, data, model))
     setup = RunSetup(out, recipe, data, *about, None, model, adapter)
     cluster.agree(lambda: write_run_files(setup, new=stored is None, trial=trial))

@@ -15,12 +15,15 @@ OLD_WEIGHTS = "pytorch_model.bin"
 PATIENCE = 5  # seconds to find out whether there is a network
 
 
+def is_id(source: str) -> bool:
+    """Whether this is written as owner/name or owner/name@revision."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@\w[\w./-]*)?", source) is not None
+
+
 def looks_like_id(source: str) -> bool:
-    """Whether this is owner/name or owner/name@revision; a leading dot or slash, a suffix of weights, or an existing
-    folder `owner` make it a path."""
+    """Whether this is a hub id and no path; a suffix of weights or an existing folder `owner` make it one."""
     owner, name = source.partition("/")[0], source.partition("@")[0]
-    is_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@\w[\w./-]*)?", source) is not None
-    return is_id and not re.search(r"\.(safetensors|npz|pth|pt|bin)$", name) and not Path(owner).exists()
+    return is_id(source) and not re.search(r"\.(safetensors|npz|pth|pt|bin)$", name) and not Path(owner).exists()
 
 
 def commit_of(path: Path) -> str | None:

@@ -1,6 +1,5 @@
 """`vitlab.load`: checkpoints of all formats as our models: open, recognize, read, check, transform, merge, fill."""
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vitlab.errors import UserError
-from vitlab.files import read_json, sha256
+from vitlab.files import sha256
 from vitlab.models.card import Card
 from vitlab.models.config import ModelConfig, ResNetConfig, Size, as_size
 from vitlab.models.meta import fill_model, meta_model
@@ -22,14 +21,15 @@ from vitlab.models.variants import Model
 from vitlab.settings import from_json, takes
 from vitlab.text import brief, listed, valid_text
 from vitlab.weights import hub
-from vitlab.weights.beside import read_beside, stored_settings
+from vitlab.weights.beside import stored_settings
 from vitlab.weights.class_names import imagenet_names
 from vitlab.weights.formats import clip, dinov2, dinov3, google, huggingface, mae, timm, torchvision, vitlab
 from vitlab.weights.formats.base import Format, FormatDefaults, ParsedCheckpoint, RawCheckpoint, Reader, settings_of
 from vitlab.weights.formats.table import quote_names, to_vitlab
 from vitlab.weights.formats.vitlab import read_card
-from vitlab.weights.lora import Adapter, adapter_state, check_base, merge
-from vitlab.weights.tensors import open_tensors
+from vitlab.weights.lora import Adapter, adapter_state, check_base, check_growth, merge
+from vitlab.weights.lora_base import find_base
+from vitlab.weights.open import open_source
 
 MODULES: tuple[Format, ...] = (vitlab, huggingface, timm, torchvision, google)
 ORIGINALS: tuple[Reader, ...] = (dinov2, dinov3, mae, clip)  # their authors' own files, which are read alone
@@ -194,101 +194,20 @@ def add_base(
     place = find_base(own.adapter, raw.tensors.path.parent, raw.name) if base is None else base
     under = read_checkpoint(place, FormatDefaults(), image_size=own.config.image_size, chain=chain + 1)
     try:
-        model = fill_model(under.config, unify_dtype(under.tensors, str(place))).resize(own.config.image_size)
-        check_base(own.config, vitlab.apply_settings(model.config, given))
+        config = dataclasses.replace(under.config, image_size=own.config.image_size)
+        check_base(own.config, vitlab.apply_settings(config, given))
         state = meta_model(own.config).state_dict()
+        check_growth(state, under.tensors, own.config.image_size)
+        model = fill_model(under.config, unify_dtype(under.tensors, str(place))).resize(own.config.image_size)
         tensors = merge(state, model.state_dict(), own.tensors, own.adapter)
     except UserError as error:
         raise UserError(f"{place} cannot be the base of {raw.name}: {error}") from None
     return Checkpoint(own.config, tensors, own.card)
 
 
-def find_base(adapter: Adapter, folder: Path, name: str) -> str:
-    """Where the base of an adapter in `folder` is; `name` is for messages. UserError where it is gone or another."""
-    places = adapter.places(folder)
-    if not places:
-        raise UserError(f"{name} has low-rank updates alone; name the weights they are for: vitlab.load(..., base=)")
-    other = None
-    for place in places:
-        if not os.path.exists(place) and not adapter.is_on_hub:
-            continue
-        log.info("%s: low-rank updates of %s", name, place)  # before it is opened: others may have chosen it
-        if sha256(open_source(place).tensors.path) == adapter.sha256:
-            return place
-        other = place
-    fix = f"put back the weights it was trained on, or copy them into {folder}"
-    if other is not None:
-        raise UserError(f"{other} is not the base of {name}: its sha256 differs; {fix}")
-    raise UserError(f"{name} needs its base {adapter.source}, which is missing; {fix}")
-
-
-def name_base(weights: str, rank: int, alpha: float = 1.0) -> Adapter:
-    """An adapter for these weights: named by their absolute path, or by their id and commit on the hub."""
-    file = open_source(weights).tensors.path
-    path, commit = Path(weights).expanduser(), hub.commit_of(file)
-    source = os.path.abspath(path) if path.exists() else weights.partition("@")[0] + (f"@{commit}" if commit else "")
-    return Adapter(rank, alpha, sha256(file), source)
-
-
 def read_updates(folder: Path) -> Checkpoint:
     """The low-rank updates in a folder, without their base."""
     return parse_checkpoint(open_source(folder), vitlab.NAME, FormatDefaults(), None)
-
-
-# ---- open
-
-
-def open_source(source: str | os.PathLike[str]) -> RawCheckpoint:
-    name = os.fspath(source)
-    path = Path(name).expanduser()
-    if path.is_file():
-        return open_file(name, path)
-    if path.is_dir():
-        return open_folder(name, path)
-    if isinstance(source, str) and hub.looks_like_id(source):
-        return open_folder(name, hub.fetch(source))
-    owner = name.partition("/")[0]
-    hint = f" ({owner}/ is a folder here, so this is not a hub id)" if Path(owner).is_dir() and owner else ""
-    raise UserError(f"there is no file or folder {name}{hint}")
-
-
-def open_file(name: str, path: Path) -> RawCheckpoint:
-    with contextlib.suppress(UserError):  # the weights of a run folder, whose config.json is theirs
-        if path.name == vitlab.WEIGHTS and vitlab.is_vitlab_folder(path.parent):
-            config = read_json(vitlab.find_config(path.parent))
-            return RawCheckpoint(name, open_tensors(path), config, {})
-    beside = read_beside(path)
-    config, processor = ({}, {}) if beside else find_configs(path.parent)
-    return RawCheckpoint(name, open_tensors(path), config, processor, beside, is_guess=bool(config))
-
-
-def find_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json and preprocessor_config.json of timm or transformers in the folder of a file; empty without."""
-    try:
-        config, processor = read_configs(folder)
-    except (UserError, OSError) as error:
-        log.info("the config beside the weights is not used: %s", error)
-        return {}, {}
-    return (config, processor) if config.keys() & {"architecture", "arch", "model_type"} else ({}, {})
-
-
-def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    files = [folder / "config.json", folder / "preprocessor_config.json"]
-    config, processor = (read_json(file) if file.is_file() else {} for file in files)
-    return config, processor
-
-
-def open_folder(name: str, path: Path) -> RawCheckpoint:
-    if vitlab.is_vitlab_folder(path):
-        config = read_json(vitlab.find_config(path))
-        return RawCheckpoint(name, open_tensors(path / vitlab.WEIGHTS), config, {})
-    weights = next((path / file for file in (vitlab.WEIGHTS, hub.OLD_WEIGHTS) if (path / file).is_file()), None)
-    if weights is None and any(path.glob("*.index.json")):
-        raise UserError(f"{name} has its weights in several files; save them in one, {vitlab.WEIGHTS}")
-    if weights is None:
-        raise UserError(f"{name} has neither {vitlab.WEIGHTS} nor {hub.OLD_WEIGHTS}; name a file in it")
-    config, processor = read_configs(path)
-    return RawCheckpoint(name, open_tensors(weights), config, processor, read_beside(weights))
 
 
 # ---- recognize

@@ -6,21 +6,25 @@ adapter's own. Everything else is in the base: another file, which must have the
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from vitlab.errors import UserError
-from vitlab.models.config import MOST_WIDTH, ModelConfig
+from vitlab.models.config import MOST_WIDTH, ModelConfig, Size
 from vitlab.settings import Range, check_types, check_value, from_json
+from vitlab.weights.hub import is_id
 
 LAYERS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight")
 A, B = "lora_a.weight", "lora_b.weight"
 LARGEST_ALPHA = 1e6
+OWN_FILE = "model.safetensors"  # of the updates themselves, in their folder
+MOST_GROWTH = 1 << 24  # parameters: positions of a base at another image size
 FREE = ("classes", "prelogits", "dropout", "drop_path")  # in which a base may differ from the adapted model
 
 
@@ -40,20 +44,33 @@ class Adapter:
             raise UserError(f"the base's sha256 must be 64 hexadecimal digits, not {self.sha256[:80]!r}")
         if "\0" in self.source + self.near:
             raise UserError("the path of the base has a character that no path has")
+        if self.source and not is_absolute(self.source) and not is_id(self.source):
+            raise UserError(f"the base must be an absolute path or a hub id, not {self.source[:120]!r}")
 
     @property
     def is_on_hub(self) -> bool:
-        return bool(self.source) and not os.path.isabs(self.source)
+        return bool(self.source) and not is_absolute(self.source)
 
     def places(self, folder: Path) -> list[str]:
         """Where the base may be, seen from the adapter's folder: as it was named, as near as it was, or inside."""
         if not self.source:
             return []
-        inside = folder / Path(self.source.partition("@")[0]).name
+        inside = self.inside(folder)
         if self.is_on_hub:
-            return [*([str(inside)] if inside.exists() else []), self.source]
+            return [*([inside] if os.path.exists(inside) else []), self.source]
         near = [os.path.normpath(folder.absolute() / self.near)] if self.near else []
-        return list(dict.fromkeys([self.source, *near, str(inside)]))
+        return list(dict.fromkeys([self.source, *near, inside]))
+
+    def inside(self, folder: Path) -> str:
+        """Where a copy of the base in the adapter's own folder has its place."""
+        *above, name = [part for part in re.split(r"[/\\]", self.source.partition("@")[0]) if part] or ["base"]
+        is_taken = name == OWN_FILE  # by the updates, so the base is in a folder of the name that its own had
+        return str(folder / (above[-1] if above else "base") / name if is_taken else folder / name)
+
+
+def is_absolute(path: str) -> bool:
+    """On any system: a run may have been trained on another."""
+    return PurePosixPath(path).is_absolute() or PureWindowsPath(path).is_absolute()
 
 
 # ---- JSON: what the updates are is in the header of their file, where the base is in config.json beside it
@@ -72,7 +89,7 @@ def base_json(adapter: Adapter, folder: Path) -> dict[str, str]:
 
 def path_from(folder: Path, path: str) -> str:
     try:
-        return os.path.relpath(path, folder.absolute())
+        return Path(os.path.relpath(path, folder.absolute())).as_posix()
     except ValueError:  # on another drive
         return ""
 
@@ -113,6 +130,14 @@ def check_base(adapted: ModelConfig, base: ModelConfig) -> None:
         key = field.name
         if key not in FREE and ours[key] != theirs[key]:
             raise UserError(f"it has {key}={theirs[key]}, and the adapter is for {key}={ours[key]}")
+
+
+def check_growth(state: Mapping[str, Tensor], base: Mapping[str, Tensor], image_size: Size) -> None:
+    """Raise UserError where tables for the adapter's image size, which no file holds, would be the most of a model."""
+    need, have = (sum(x.numel() for x in tensors.values()) for tensors in (state, base))
+    if need > 2 * have + MOST_GROWTH:
+        at = f"{image_size[0]}x{image_size[1]} pixels"
+        raise UserError(f"the adapter is for {at}, at which {have:,} parameters would become {need:,}")
 
 
 def merge(
