@@ -15,7 +15,7 @@ import timm.models.vision_transformer as timm_vit
 import torch
 from originals import Array, as_tensors
 from peers import images, vit_config
-from timm.layers import SwiGLUPacked
+from timm.layers.mlp import SwiGLUPacked
 from torch import Tensor, nn
 
 import vitlab

@@ -3,8 +3,7 @@
 The number of classes must be ImageNet's, 1,000 or 21k's 21,843, and one of these hold:
 
 - the file is one of the authors' .npz;
-- the hub id, the file's or the folder's name, or the tag in timm's config.json has a word such as in1k or imagenet21k,
-  or 1k and 21k beside imagenet or deit;
+- the hub id, the file's or the folder's name, or the tag in timm's config.json has a word such as in1k or imagenet-21k;
 - timm's config.json names an architecture and no tag, at its top: the old form, in which all were ImageNet's;
 - the file has the name of one that torchvision publishes.
 
