@@ -381,8 +381,10 @@ def test_ctrl_c_is_one_line(name: str, model: Path, tmp_path: Path) -> None:
 def test_ctrl_c_at_any_moment(ending: str, model: Path, tmp_path: Path) -> None:
     target, vitlab = tmp_path / f"new{ending}", Path(sys.executable).with_name("vitlab")
     delay = 1.0
+    heard: dict[str, Any] = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # ignored under nohup
     while not target.exists():  # later and later, until it comes too late
-        with subprocess.Popen([vitlab, "export", model, target], stdout=PIPE, stderr=PIPE, text=True) as process:
+        words = [str(vitlab), "export", str(model), str(target)]
+        with subprocess.Popen(words, stdout=PIPE, stderr=PIPE, text=True, **heard) as process:
             time.sleep(delay)
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=120)

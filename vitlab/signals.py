@@ -80,8 +80,8 @@ class Ending(Signals):
         for path in tuple(unfinished):
             remove(path)
         clear = "\r\x1b[K\x1b[?25h" if sys.stderr.isatty() else ""  # a spinner's line, and the cursor it hides
-        sys.stderr.write(f"{clear}{self.message}\n")
-        sys.stderr.flush()
+        text = f"{clear}{self.message}\n".encode(errors="backslashreplace")
+        os.write(2, text)  # not by the stream, in the middle of whose own write the signal may have come
         os._exit(128 + number)
 
 
