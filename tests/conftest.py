@@ -14,7 +14,13 @@ import vitlab
 from vitlab.cli import main
 
 M = TypeVar("M", bound=nn.Module)
-ADDED = ("token", "positions", "relative", "probe")  # tables whose rows are added or compared, not multiplied
+ADDED = (
+    "token",
+    "registers",
+    "positions",
+    "relative",
+    "probe",
+)  # tables whose rows are added or compared, not multiplied
 
 
 def fill(model: M, seed: int = 0) -> M:
@@ -30,7 +36,7 @@ def fill(model: M, seed: int = 0) -> M:
 
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() and "rotary" not in name:  # cosines and sines are no weights
                 draw(name, tensor)
     return model
 

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 import vitlab
-from vitlab.evaluation.imagenet import synsets
+from vitlab.data.imagenet import synsets
 
 Make = Callable[[Path], None]
 CLASSES = ("beagle", "pug", "tabby")
@@ -266,6 +266,7 @@ PAGES: dict[str, Page] = {
         parsed={"docker": "needs Docker; tests/serving/test_dockerfile.py checks what it can"},
         append={"vitlab finetune": TUNED},
     ),
+    "docs/results/timm.md": Page(),
     "docs/results/README.md": Page(
         files={
             "PETS": splits,

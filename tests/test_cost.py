@@ -4,9 +4,11 @@ import functools
 
 import pytest
 import torch
+from families import FAMILIES, family, mostly_slow
+from torch.utils.flop_counter import FlopCounterMode
 
-from vitlab.cost import Cost, cost, days
-from vitlab.models.variants import Model, create
+from vitlab.cost import Cost, cost, days, forward_flops
+from vitlab.models.variants import Model, build, create
 
 # exaFLOPs of pre-training on 303 million images. The paper prints 859 for R50+L/16 at 7 epochs and 1668 at 14,
 # which is not twice as much; half of 1668 is 834.
@@ -47,6 +49,9 @@ def test_exaflops_of_the_paper(name: str, epochs: int) -> None:
     assert cost_of(name).run_flops(303e6, epochs) / 1e18 == pytest.approx(PAPER[name, epochs], rel=tolerance)
 
 
+ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu}  # torch's counter may lack it
+
+
 def attention_flops(n: int, d: int) -> int:
     return 2 * n * d * 3 * d + 2 * 2 * n * n * d + 2 * n * d * d
 
@@ -58,6 +63,29 @@ def test_vit_flops_closed_form() -> None:
     assert found.forward_flops == 2 * 12 * (3 * 64) * d + layers * block + 2 * d * 5
     assert found.train_flops == 3 * found.forward_flops
     assert found.length == n
+
+
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "DINOv3, SwiGLU", "EVA-02"))
+def test_flops_of_every_family(name: str) -> None:
+    """The count on fake tensors, the formulas of `vitlab recipes` and torch's own counter on a real image agree."""
+    c = family(name)
+    with FlopCounterMode(display=False) as counter:
+        build(c)(torch.zeros(1, 3, *c.image_size))
+    missed = 0 if counter.get_flop_counts()["Global"].keys() & ATTENTION else c.depth * 4 * c.length**2 * c.width
+    if c.pool == "attention" and missed:
+        missed += 4 * c.length * c.width  # of the one query that pools
+    found = cost(lambda: build(c))
+    assert found.forward_flops == forward_flops(c) == counter.get_total_flops() + missed
+    assert found.parameters == sum(p.numel() for p in build(c).parameters())
+    assert found.length == c.length
+
+
+def test_swiglu_and_registers_closed_form() -> None:
+    n, d, mlp, layers = 12 + 1 + 4, 48, 96, 3
+    settings = {"image_size": (24, 32), "depth": layers, "width": d, "mlp": mlp, "heads": 4, "classes": 5}
+    found = cost(lambda: create("Ti/8", **settings, registers=4, mlp_kind="swiglu", pool="token_mean"))
+    block = attention_flops(n, d) + 2 * 3 * n * d * mlp
+    assert found.forward_flops == 2 * 12 * (3 * 64) * d + layers * block + 2 * 2 * d * 5
 
 
 def test_axial_flops_closed_form() -> None:

@@ -17,6 +17,7 @@ import onnxruntime
 import pytest
 import torch
 from conftest import fill
+from families import FAMILIES, family
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
@@ -53,8 +54,9 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "no head": {"classes": 0, "positions": "none"},
 }
-ALL = [*KINDS, "hybrid", "resnet"]
+ALL = [*KINDS, "hybrid", "resnet", *FAMILIES]
 WRITTEN = ["relative", "every", "attention pool", "axial 2d", "prelogits tanh", "no head", "hybrid", "resnet"]
+WRITTEN += ["CLIP", "SigLIP", "DINOv2", "DINOv2 with registers", "DINOv3", "EVA-02", "DeiT III", "MAE"]
 
 
 def small(kind: str) -> Model:
@@ -62,6 +64,8 @@ def small(kind: str) -> Model:
         model = build(ResNetConfig((48, 40), (1, 1), 32, 5))
     elif kind == "hybrid":
         model = build(ViTConfig((32, 48), 1, 1, 32, 64, 2, 5, StemConfig((1, 1), 32)))
+    elif kind in FAMILIES:
+        model = build(family(kind, image_size=(24, 32), patch=8, depth=1))
     else:
         model = vitlab.create("Ti/8", image_size=(24, 32), **SMALL | KINDS[kind])
     return fill(model).eval()

@@ -77,4 +77,4 @@ def test_file_names_are_specific() -> None:
 
 
 def test_the_model_is_short() -> None:
-    assert len((ROOT / "models" / "vit.py").read_text().splitlines()) <= 300
+    assert len((ROOT / "models" / "vit.py").read_text().splitlines()) <= 330

@@ -75,7 +75,8 @@ def test_data_files_are_part_of_the_package() -> None:
     package = ROOT / "vitlab"
     declared = {path for pattern in config for path in package.glob(pattern)}
     files = [path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
-    assert package / "evaluation" / "imagenet.tsv" in files
+    assert package / "data" / "imagenet.tsv" in files
+    assert package / "data" / "imagenet21k.tsv.gz" in files
     assert set(files) <= declared
 
 

@@ -9,6 +9,7 @@ import onnxruntime
 import pytest
 import torch
 from conftest import fill
+from families import FAMILIES
 from onnx import TensorProto, helper, numpy_helper
 from scipy.stats import norm
 from torch import Tensor, nn
@@ -104,7 +105,12 @@ def test_a_missing_layer_is_an_error() -> None:
 # ---- balance
 
 
-@pytest.mark.parametrize("settings", [{}, {"attention": "axial"}, {"pool": "attention", "positions": "relative"}])
+SETTINGS: list[dict[str, Any]] = [{}, {"attention": "axial"}, {"pool": "attention", "positions": "relative"}]
+
+
+@pytest.mark.parametrize(
+    "settings", [*SETTINGS, *(FAMILIES[name] for name in ("CLIP", "DINOv3", "EVA-02", "DeiT III"))]
+)
 def test_calibration_changes_nothing_but_ranges(settings: dict[str, object]) -> None:
     graph = small(**settings)
     before = copy.deepcopy(graph)

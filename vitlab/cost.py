@@ -83,8 +83,9 @@ def forward_flops(config: ModelConfig) -> int:
         return cost(lambda: build(c)).forward_flops
     stem = 0 if c.stem is None else convolution_flops(c.stem, c.image_size)
     embed = 2 * rows * (3 if c.stem is None else c.stem.channels) * c.patch**2 * c.width
-    block = 2 * c.length * (4 * c.width**2 + 2 * c.width * c.mlp) + 4 * c.length**2 * c.width  # dense layers, attention
-    head = 2 * c.width * c.prelogits + 2 * (c.prelogits or c.width) * c.classes
+    mlp = (3 if c.mlp_kind == "swiglu" else 2) * c.width * c.mlp
+    block = 2 * c.length * (4 * c.width**2 + mlp) + 4 * c.length**2 * c.width  # dense layers, attention
+    head = 2 * c.width * c.prelogits + 2 * c.features * c.classes
     return stem + embed + c.depth * block + head
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES, family
 from torch import Tensor, nn
 
 import vitlab
@@ -35,6 +36,7 @@ CONFIGS = {
     "axial, one row": small(attention="axial", pool="mean", image_size=(4, 20)),
     "hybrid": small(stem=StemConfig((), 32), patch=1),
     "one patch": small(image_size=(4, 4), pool="mean"),
+    **{name: family(name, dropout=0.2, drop_path=0.2) for name in FAMILIES},
 }
 each = pytest.mark.parametrize("name", CONFIGS)
 
@@ -67,7 +69,52 @@ def record_layers(model: Any, images: Tensor) -> list[tuple[Attention, np.ndarra
 
 
 def numbers(layer: nn.Linear) -> tuple[np.ndarray, np.ndarray]:
-    return layer.weight.detach().numpy(), layer.bias.detach().numpy()
+    bias = np.zeros(layer.out_features) if layer.bias is None else layer.bias.detach().numpy()
+    return layer.weight.detach().numpy(), bias
+
+
+def layer_norm(norm: nn.Module, x: np.ndarray) -> np.ndarray:
+    """Of the last axis; the values as they are where a model has no norm there."""
+    if isinstance(norm, nn.Identity):
+        return x
+    assert isinstance(norm, nn.LayerNorm)
+    scaled = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + norm.eps)
+    return scaled * norm.weight.detach().numpy() + norm.bias.detach().numpy()
+
+
+def turn(c: ViTConfig, x: np.ndarray) -> np.ndarray:
+    """Rotary positions of (tokens, head width): complex numbers times exp(i angle); the first tokens stay."""
+    if c.rotary == "none":
+        return x
+    k = c.width // c.heads
+    first, second = (
+        (slice(0, k // 2), slice(k // 2, k)) if c.rotary_layout == "halves" else (slice(0, k, 2), slice(1, k, 2))
+    )
+    rate = c.rotary_base ** -(np.arange(k // 4) / (k // 4))
+    out = x.copy()
+    for n in range(c.grid[0] * c.grid[1]):
+        cell, side = np.array(divmod(n, c.grid[1])), np.array(c.grid)
+        scaled = cell / side * c.rotary_grid if c.rotary_grid else cell
+        place = scaled if c.rotary == "cells" else 2 * np.pi * ((2 * cell + 1) / side - 1)
+        row = x[n + c.prefix]
+        turned = (row[first] + 1j * row[second]) * np.exp(1j * (place[:, None] * rate).ravel())
+        out[n + c.prefix, first], out[n + c.prefix, second] = turned.real, turned.imag
+    return out
+
+
+def project(layer: Attention, c: ViTConfig, x: np.ndarray) -> list[np.ndarray]:
+    """Queries, keys and values of tokens (N, D), each (N, D): biases, norms of heads and turns by hand."""
+    matrix, shift = numbers(layer.qkv)
+    if layer.qv_bias is not None:
+        q, v = np.split(layer.qv_bias.detach().numpy(), 2)
+        shift = np.concatenate([q, np.zeros_like(q), v])
+    queries, keys, values = np.split(x @ matrix.T + shift, 3, axis=1)
+    k = c.width // c.heads
+    for rows, norm in ((queries, layer.q_norm), (keys, layer.k_norm)):
+        for head in range(c.heads):
+            part = slice(head * k, (head + 1) * k)
+            rows[:, part] = turn(c, layer_norm(norm, rows[:, part]))
+    return [queries, keys, values]
 
 
 @each
@@ -76,7 +123,7 @@ def test_shapes_and_sums(name: str, randomize: Fill) -> None:
     c = model.config
     maps = vitlab.attention(model, images)
     assert len(maps) == (2 * c.depth if c.attention == "axial" else c.depth)
-    cells = c.grid[0] * c.grid[1] + (c.pool == "token")  # the class token has a row and a column
+    cells = c.grid[0] * c.grid[1] + c.token + c.registers  # the class token and registers have rows and columns
     for one in maps:
         assert one.shape == (2, c.heads, cells, cells)
         assert not one.requires_grad
@@ -93,12 +140,12 @@ def test_times_the_values_is_the_output(name: str, randomize: Fill) -> None:
     assert len(layers) == len(maps)
     k = c.width // c.heads
     for (layer, x, y), weights in zip(layers, maps, strict=True):
-        matrix, shift = (part[-c.width :] for part in numbers(layer.qkv))  # the last third makes the values
         out, bias = numbers(layer.out)
         for image in range(2):
-            values = x[image] @ matrix.T + shift
+            values = project(layer, c, x[image])[2]
             heads = [weights[image, h].numpy() @ values[:, h * k : (h + 1) * k] for h in range(c.heads)]
-            np.testing.assert_allclose(np.concatenate(heads, 1) @ out.T + bias, y[image], rtol=1e-10, atol=1e-11)
+            joined = layer_norm(layer.norm, np.concatenate(heads, 1))
+            np.testing.assert_allclose(joined @ out.T + bias, y[image], rtol=1e-10, atol=1e-11)
 
 
 def offset(layer: Attention, c: ViTConfig, i: int, j: int) -> np.ndarray | float:
@@ -126,9 +173,7 @@ def test_values(name: str, randomize: Fill) -> None:
     c, maps = model.config, vitlab.attention(model, images)
     k = c.width // c.heads
     for number, (layer, x, _) in enumerate(record_layers(model, images)):
-        matrix, shift = numbers(layer.qkv)
-        qkv = x[1] @ matrix.T + shift
-        q, keys = qkv[:, : c.width], qkv[:, c.width : 2 * c.width]
+        q, keys, _ = project(layer, c, x[1])
         for head in range(c.heads):
             part = slice(head * k, (head + 1) * k)
             for i in range(len(q)):

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES
 from torch import Tensor
 
 import vitlab
@@ -23,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "relative": {"positions": "relative"},
     "no positions, no head": {"positions": "none", "classes": 0},
     "hybrid": {"stem": StemConfig((1,), 32), "patch": 1, "image_size": (12, 20)},
+    **FAMILIES,
 }
 
 
@@ -47,21 +49,31 @@ def test_every_model(name: str, randomize: Any) -> None:
         "attention": (len(maps), c.heads, h, w),
         "rollout": (h, w),
         "logits": (c.classes,),
+        "prefix": (c.depth, c.prefix, 3),
+        "prefix_attention": (len(maps), c.heads, c.prefix),
     }
     assert {key: getattr(got, key).shape for key in shapes} == shapes
     for key in shapes:
         assert getattr(got, key).dtype == np.float32
-        if key != "logits":
+        if key != "logits" and getattr(got, key).size:
             assert getattr(got, key).min() >= 0
             assert getattr(got, key).max() <= 1
     np.testing.assert_allclose(got.attention.sum((2, 3)), 1, rtol=1e-5)
     assert got.rollout.sum() == pytest.approx(1)
     for layer, one in enumerate(maps):
         np.testing.assert_allclose(got.attention[layer], to_grid(model, one)[0], rtol=1e-5)
+        rows = one[0, :, :1] if c.pool in ("token", "token_mean") else one[0, :, c.prefix :]
+        lead = rows[..., : c.prefix].mean(1)
+        np.testing.assert_allclose(got.prefix_attention[layer], lead, rtol=1e-5, atol=1e-7)
+        patches = rows[..., c.prefix :].mean(1)  # together they are all of the attention
+        np.testing.assert_allclose(lead.sum(-1) + patches.sum(-1), 1, rtol=1e-6)
+        np.testing.assert_allclose(
+            got.attention[layer].reshape(c.heads, -1), patches / patches.sum(-1, keepdim=True), rtol=1e-5
+        )
     np.testing.assert_allclose(got.rollout, to_grid(model, rollout(maps))[0], rtol=1e-5)
     if c.classes:
         np.testing.assert_allclose(got.logits, model.eval()(image[None])[0].detach(), rtol=1e-5, atol=1e-6)
-    assert got.positions.any() == (c.positions in ("1d", "2d", "sinusoidal"))
+    assert got.positions.any() == (c.positions in ("1d", "2d", "sinusoidal", "sincos2d"))
 
 
 def matches(colors: np.ndarray, rows: np.ndarray) -> None:
@@ -90,6 +102,29 @@ def test_colors_are_principal_components(name: str, randomize: Any) -> None:
         for block, colors in zip(model.blocks, got.depths, strict=True):
             x = block(x)
             matches(colors, x[0, lead:].numpy())
+
+
+def test_registers_have_colors_on_the_axes_of_the_patches(randomize: Any) -> None:
+    """A register that equals a patch has its color; one beyond all patches has the color of the outermost."""
+    decomposition = pytest.importorskip("sklearn.decomposition")
+    model, image = build("DINOv2 with registers", randomize)
+    got = five_steps(model, image)
+    outputs: list[Tensor] = []
+    hooks = [block.register_forward_hook(lambda _, __, out: outputs.append(out[0])) for block in model.blocks]
+    with torch.no_grad():
+        model.eval()(image[None])
+    for hook in hooks:
+        hook.remove()
+    for x, cells, colors in zip(outputs, got.prefix, got.depths, strict=True):
+        lead, patches = x[:5].numpy(), x[5:].numpy()
+        pca = decomposition.PCA(3, svd_solver="full").fit(patches)
+        scores, own = pca.transform(patches), pca.transform(lead)
+        for channel in range(3):
+            flip = np.corrcoef(scores[:, channel], colors[..., channel].ravel())[0, 1]
+            low, high = scores[:, channel].min(), scores[:, channel].max()
+            share = (own[:, channel] - low) / (high - low)
+            expected = np.clip(share if flip > 0 else 1 - share, 0, 1)
+            np.testing.assert_allclose(cells[:, channel], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_colors_keep_their_sign_from_layer_to_layer(randomize: Any) -> None:

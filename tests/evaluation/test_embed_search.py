@@ -18,6 +18,8 @@ from vitlab.errors import UserError
 from vitlab.evaluation import embed as embedding
 from vitlab.evaluation import feature_file
 from vitlab.evaluation.feature_file import FeatureInfo, Row, new_feature_file, open_features
+from vitlab.evaluation.fewshot import fit
+from vitlab.evaluation.probe import logistic
 from vitlab.evaluation.search import nearest_rows
 
 pq = pytest.importorskip("pyarrow.parquet")
@@ -62,6 +64,26 @@ def unit(values: Any) -> NDArray[np.float64]:
 
 
 # ---- embed
+
+
+def test_class_token_and_mean_are_features_twice_as_wide(photos: Path, tmp_path: Path) -> None:
+    """Embedding, searching and refusing with both, as DINOv2's linear heads see them."""
+    shape: dict[str, Any] = {"image_size": 16, "classes": 2, "depth": 1, "width": 24, "mlp": 32, "heads": 2}
+    vitlab.save(fill(vitlab.create("Ti/8", **shape, pool="token_mean", registers=2)), tmp_path / "both")
+    run = str(tmp_path / "both")
+    made = vitlab.embed(run, photos, tmp_path / "x.parquet", device="cpu", workers=0)
+    assert made.width == 48
+    rows = pq.read_table(made.path).to_pylist()
+    model: Any = vitlab.load(run).double()
+    with torch.no_grad():
+        tokens = [model.tokens(model.preprocess(Image.open(row["path"])))[0] for row in rows]
+    expected = np.stack([torch.cat([x[0], x[3:].mean(0)]).numpy() for x in tokens])
+    np.testing.assert_allclose([row["features"] for row in rows], expected, atol=1e-5)
+    photo = photos / "test" / "cat" / "7.png"
+    assert vitlab.search(run, photo, made, top=1)[0].path == str(photo)
+    found, labels = expected.astype(np.float32), np.array([row["label"] == "cat" for row in rows], np.int64)
+    assert logistic(found, labels, 2, 1.0).scores(found).shape == (8, 2)
+    assert fit(found, labels, 2).guesses(found, [1.0]).shape[-1] == 8
 
 
 def test_every_image_that_can_be_read_has_its_row(
@@ -224,7 +246,7 @@ def test_features_of_another_model_are_refused(run: str, photos: Path, tmp_path:
     vitlab.search(other, photo, made)  # another head on the same features
     vitlab.search(vitlab.load(run, classes=0), photo, made)
     with torch.no_grad():
-        other.norm.bias[0] += 1e-3
+        other.get_parameter("norm.bias")[0] += 1e-3
     with pytest.raises(UserError, match=rf"features of another model, '{run}'.*vitlab embed"):
         vitlab.search(other, photo, made)
     smaller = vitlab.load(run, image_size=8)

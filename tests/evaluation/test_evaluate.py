@@ -16,10 +16,10 @@ from sklearn.metrics import confusion_matrix, precision_recall_fscore_support, t
 
 import vitlab
 from vitlab.cli import main
+from vitlab.data import imagenet
 from vitlab.data.source import ArraySource, Subset
 from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
-from vitlab.evaluation import imagenet
 from vitlab.evaluation.classes import match_classes, read_names
 from vitlab.evaluation.evaluate import check_real, evaluate, open_split, score
 from vitlab.evaluation.result import Evaluation

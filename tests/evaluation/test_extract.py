@@ -271,7 +271,7 @@ def test_one_broken_image_of_few_is_no_error(tmp_path: Path) -> None:
 
 def test_values_that_are_no_numbers_are_an_error() -> None:
     model = tiny()
-    torch.nn.init.constant_(model.norm.bias, float("nan"))
+    torch.nn.init.constant_(model.get_parameter("norm.bias"), float("nan"))
     with pytest.raises(UserError, match=r"no finite numbers for noise 0; its weights may be damaged"):
         small(model, Counted(5))
 

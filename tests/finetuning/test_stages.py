@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from scipy.stats import binomtest
 
 import vitlab
@@ -290,3 +291,21 @@ def test_a_budget_is_kept(weights: str) -> None:
             assert seen == 0 or LEAST - 32 <= seen <= max(ENOUGH, 12 * len(data.train))
             if seen:
                 assert 30 + seen * 3 * image + budget.closing(data, 500) <= seconds
+
+
+@pytest.mark.slow
+def test_low_rank_updates_leave_the_weights_where_they_are(tmp_path: Path, weights: str) -> None:
+    """Both stages write what they add to the weights; the result is the merged model, and continues when finished."""
+    out, plan = tmp_path / "run", plan_for(weights, "steps=6", "lora=4")
+    done = run_stages(plan, out, console=QUIET)
+    assert done.stages.tuned is not None
+    head = {"head.weight", "head.bias"}
+    assert load_file(out / "start" / "model.safetensors").keys() == head
+    names = {name for name in load_file(out / "model.safetensors") if not name.startswith("unknown.")}
+    assert head < names
+    assert all("lora_" in name for name in names - head)
+    assert accuracy(out, plan.data.test) > 0.6
+    body = vitlab.load(weights).state_dict()["embed.weight"]
+    assert torch.equal(vitlab.load(out).state_dict()["embed.weight"], body)
+    again = run_stages(plan_for(weights, "steps=6", "lora=4"), out, resume=True, console=QUIET)
+    assert again.stages.tuned == done.stages.tuned

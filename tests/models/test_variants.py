@@ -130,7 +130,7 @@ def test_stem_of_r50_with_patch_16_moves_stage_four_into_three() -> None:
         ("B/16", {"dropout": -0.1}, ["dropout", "-0.1"]),
         ("B/16", {"drop_path": 1.0}, ["drop_path", "1.0"]),
         ("B/16", {"classes": -1}, ["classes", "-1"]),
-        ("B/16", {"pool": "max"}, ["pool", "'token', 'mean' or 'attention'", "'max'"]),
+        ("B/16", {"pool": "max"}, ["pool", "'token', 'mean', 'attention' or 'token_mean'", "'max'"]),
         ("B/16", {"image_size": 0}, ["image_size", "positive"]),
         ("B/16", {"image_size": (1, 2, 3)}, ["image_size", "(height, width)"]),
         ("B/16", {"attention": "axial", "pool": "token"}, ["axial", "class token", "pool='mean'"]),

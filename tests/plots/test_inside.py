@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from families import mostly_slow
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -34,6 +35,8 @@ def steps(grid: tuple[int, int] = (4, 4), depth: int = 12, classes: int = 10, pe
         depths=RANDOM.random((depth, h, w, 3)),
         attention=maps(depth * per_block, 3, h, w),
         logits=RANDOM.normal(size=classes).astype(np.float32),
+        prefix=RANDOM.random((depth, 12, 3)),
+        prefix_attention=RANDOM.random((depth * per_block, 3, 12)) / 12,
     )
 
 
@@ -41,9 +44,9 @@ def layer_names(n: int) -> list[str]:
     return [str(i + 1) for i in range(n)]
 
 
-def draw_steps(these: Any, names: list[str] | None = None, hybrid: bool = False) -> Any:
+def draw_steps(these: Any, names: list[str] | None = None, hybrid: bool = False, cells: tuple[str, ...] = ()) -> Any:
     classes = ["$one$", "w" * 80, *(f"a class with a rather long name, number {i}" for i in range(1000))]
-    return steps_figure(these, names or layer_names(len(these.attention)), classes, WHOSE, hybrid)
+    return steps_figure(these, names or layer_names(len(these.attention)), classes, WHOSE, hybrid=hybrid, cells=cells)
 
 
 def heads(shape: tuple[int, int], layers: int, count: int) -> Any:
@@ -94,10 +97,16 @@ FIGURES: dict[str, Callable[[], Any]] = {
     ),
     "steps, no head": lambda: draw_steps(steps(classes=0)),
     "steps, no positions": lambda: draw_steps(no_positions()),
+    "steps, registers": lambda: draw_steps(steps(), cells=("C", "R1", "R2", "R3", "R4")),
+    "steps, registers, tall": lambda: draw_steps(steps((6, 4), 2), cells=("R1",)),
+    "steps, many registers": lambda: draw_steps(steps((14, 21), 24), cells=("C", *(f"R{i}" for i in range(1, 12)))),
 }
 
 
-@pytest.mark.parametrize("name", FIGURES)
+SLOW = {"steps, registers", "steps, registers, tall", "steps, many registers"}
+
+
+@pytest.mark.parametrize("name", mostly_slow(FIGURES, *(FIGURES.keys() - SLOW)))
 def test_text_is_inside_the_page_and_apart(name: str) -> None:
     figure = FIGURES[name]()
     figure.set_dpi(80)  # inches decide; fewer pixels draw faster
@@ -216,10 +225,26 @@ def test_the_image_is_beside_the_map_of_each_class() -> None:
     assert titles == ["image", "a\n50.0%", "b\n25.0%", "c\n12.5%", "d\n10.0%", "e\n2.5%"]
 
 
+def test_registers_are_cells_of_their_own() -> None:
+    """Under each image of step 4, labeled: their share of the attention in percent, then their colors."""
+    these = steps(depth=2)
+    figure = draw_steps(these, cells=("C", "R1", "R2"))
+    strips = [axes for axes in figure.axes if {"C", "R1"} <= {text.get_text() for text in axes.texts}]
+    assert len(strips) == 2 * 2
+    for block in range(2):
+        shares, colors = strips[2 * block : 2 * block + 2]
+        assert [text.get_text() for text in colors.texts] == ["C", "R1", "R2"]
+        percent = 100 * these.prefix_attention[block].mean(0)[:3]
+        assert [text.get_text() for text in shares.texts][1::2] == [f"{number:.0f}" for number in percent]
+        bars = cast(list[Rectangle], colors.patches)
+        drawn = np.array([cast(Any, bar.get_facecolor())[:3] for bar in bars])
+        np.testing.assert_allclose(drawn, these.prefix[block, :3], atol=1e-6)
+
+
 def test_class_scores_are_a_softmax_by_rank() -> None:
     these = steps(classes=3)
     these.logits = np.log(np.array([0.2, 0.7, 0.1], np.float32))
-    figure = steps_figure(these, layer_names(12), ["cat", "dog", "owl"], WHOSE, False)
+    figure = steps_figure(these, layer_names(12), ["cat", "dog", "owl"], WHOSE)
     texts = [text.get_text() for text in figure.axes[-1].texts]
     assert texts == ["dog", "70.0%", "cat", "20.0%", "owl", "10.0%"]
     bars = cast(list[Rectangle], figure.axes[-1].patches)

@@ -76,6 +76,22 @@ def test_the_papers_recipe_where_the_machine_can_run_it(
     assert (r.batch, r.image_size, r.steps, r.optimizer, r.clip) == (512, (384, 384), 500, "sgd", 1.0)
 
 
+@pytest.mark.parametrize("large", [True, False])
+def test_low_rank_updates_have_a_recipe_of_their_own(
+    large: bool, tmp_path: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AdamW, and never a frozen body beside them, which nobody asked for: also where time is short."""
+    monkeypatch.setattr(auto, "can_run_paper", lambda *_: large)
+    monkeypatch.setattr(auto, "image_seconds", lambda model, device, frozen: 5.0 if frozen else 15.0)
+    data = photos(tmp_path / "p", {"a": 30, "b": 30})
+    advice = finetune_recipe(data, weights, ["device=cpu", "lora=4"])
+    r = advice.recipe
+    assert (r.lora, r.freeze, r.optimizer, r.lr, r.batch) == (4, "none", "adamw", 0.001, 512 if large else 32)
+    assert any("AdamW" in line and "lr 0.001" in line for line in advice.lines)
+    own = finetune_recipe(data, weights, ["device=cpu", "lora=4", "optimizer=sgd", "lr=0.1"]).recipe
+    assert (own.optimizer, own.lr) == ("sgd", 0.1)
+
+
 def test_a_start_without_weights_is_reported(tmp_path: Path) -> None:
     advice = finetune_recipe(photos(tmp_path / "p", {"a": 30, "b": 30}), "none", ["device=cpu"])
     assert advice.recipe.weights is None

@@ -5,12 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from families import family
 from torch import Tensor
 
 import vitlab
 from vitlab.data.loader import Batch
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess
+from vitlab.models.variants import build
 from vitlab.models.vit import ViT
 from vitlab.training.masked import COLORS, MaskedPatches, PatchPrediction, color_classes, corrupt
 
@@ -152,6 +154,36 @@ def test_prior_is_the_entropy_of_the_colors() -> None:
     assert report["prior"] == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
     assert report["accuracy"] == 0.5
     assert report["loss"] == 1.5
+
+
+@pytest.mark.parametrize("name", ["DINOv2 with registers", "DINOv3", "DINOv3, SwiGLU", "DeiT III", "CLIP"])
+def test_families_predict_patches_alone(name: str) -> None:
+    """Neither registers nor the class token have a prediction, and all but them is learned through the patches."""
+    vit = build(family(name, classes=0))
+    assert isinstance(vit, ViT)
+    model, images = MaskedPatches(vit), torch.rand(4, 3, 32, 48) * 2 - 1
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    corruption = corrupt(0, 0, torch.arange(4), 6)
+    logits = model(images, corruption)
+    assert logits.shape == (4, 6, COLORS)
+    x = torch.where(corruption.swapped[..., None], swap(vit.patches(images), corruption.other), vit.patches(images))
+    x = torch.where(corruption.masked[..., None], model.mask, x)
+    torch.testing.assert_close(logits, model.head(vit.encode(x)[:, -6:]))
+    logits.square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+def swap(x: Tensor, other: Tensor) -> Tensor:
+    return torch.stack([image[order] for image, order in zip(x, other, strict=True)])
+
+
+@pytest.mark.parametrize("name", ["EVA-02", "MAE"])
+def test_a_norm_after_pooling_is_refused(name: str) -> None:
+    vit = build(family(name, classes=0))
+    assert isinstance(vit, ViT)
+    with pytest.raises(UserError, match="final_norm=tokens"):
+        MaskedPatches(vit)
 
 
 def test_attention_pooling_is_refused() -> None:

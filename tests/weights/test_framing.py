@@ -24,7 +24,7 @@ from vitlab.models.config import Preprocess, ViTConfig
 from vitlab.models.variants import build
 from vitlab.weights import convert, load, save
 from vitlab.weights.formats.base import RawCheckpoint
-from vitlab.weights.formats.huggingface import describe_preprocess, read_preprocess
+from vitlab.weights.formats.huggingface_processor import describe_preprocess, read_preprocess
 from vitlab.weights.tensors import TensorFile
 
 VIT = ViTConfig((64, 64), patch=16, depth=1, width=64, mlp=80, heads=1, classes=5)

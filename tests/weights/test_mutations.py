@@ -9,12 +9,14 @@ from typing import Any
 
 import authors
 import numpy as np
+import originals
 import pytest
+import timm
 import torch
 from peers import randomize
 from safetensors.torch import load, save_file
 from torch import Tensor
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel, ViTConfig, ViTForImageClassification
 
 import vitlab
 from vitlab.errors import UserError
@@ -60,6 +62,87 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 KINDS = ["safetensors", "pth", "old pth", "npz", "packed npz", "our weights", "hub weights"]
 CONFIGS = ["our config", "hub config", "timm config"]
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small checkpoints of later families: their authors' files, timm's and transformers' folders."""
+    folder = tmp_path_factory.mktemp("families")
+    drawn = {
+        "dinov2": originals.dinov2(registers=2),
+        "dinov3": originals.dinov3(),
+        "mae": originals.mae(decoder=True),
+        "clip": originals.clip(),
+    }
+    for name, tensors in drawn.items():
+        torch.save(originals.as_tensors(tensors, torch.float32), folder / f"{name}.pth")
+    small: dict[str, Any] = {
+        "depth": 1,
+        "embed_dim": 32,
+        "num_heads": 2,
+        "img_size": 32,
+        "patch_size": 16,
+        "num_classes": 3,
+    }
+    for name, architecture in {"eva02": "eva02_base_patch14_224", "timm dinov3": "vit_small_patch16_dinov3"}.items():
+        (folder / name).mkdir()
+        save_file(randomize(timm.create_model(architecture, **small)).state_dict(), folder / name / "model.safetensors")
+        config: dict[str, Any] = {
+            "architecture": architecture,
+            "model_args": {key: small[key] for key in ("num_heads", "img_size")},
+        }
+        (folder / name / "config.json").write_text(
+            json.dumps({**config, "pretrained_cfg": {"input_size": [3, 32, 32]}})
+        )
+    body: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+    }
+    hub = Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**body, mlp_ratio=2))
+    randomize(hub).save_pretrained(folder / "hub dinov2")
+    return {path.stem: path for path in folder.iterdir()}
+
+
+LATER = ["dinov2", "dinov3", "mae", "clip", "eva02", "timm dinov3", "hub dinov2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LATER)
+def test_damaged_weights_of_later_families(name: str, families: dict[str, Path], tmp_path: Path) -> None:
+    """Bytes at random: an error of one line, or the same model with what the bytes still say."""
+    source = families[name]
+    intact = attempt(source)
+    assert intact is not None
+    target = tmp_path / source.name
+    if source.is_dir():
+        target.mkdir()
+        (target / "config.json").write_bytes((source / "config.json").read_bytes())
+    file = target / "model.safetensors" if source.is_dir() else target
+    data = (source / file.name if source.is_dir() else source).read_bytes()
+    for seed in range(CASES):
+        file.write_bytes(damage(data, random.Random(f"{name} {seed}")))
+        model = attempt(target)
+        assert model is None or model.config == intact.config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LATER[4:])
+def test_damaged_configs_of_later_families(name: str, families: dict[str, Path], tmp_path: Path) -> None:
+    source, folder = families[name], tmp_path / "folder"
+    intact = attempt(source)
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    text = (source / "config.json").read_bytes()
+    for seed in range(CASES):
+        rng = random.Random(f"{name} {seed}")
+        changed = damage(text, rng) if seed % 3 == 0 else json.dumps(change(json.loads(text), rng)).encode()
+        (folder / "config.json").write_bytes(changed)
+        model = attempt(folder)
+        if model is not None:
+            assert bits(model.state_dict()) == bits(intact.state_dict())
 
 
 def damage(data: bytes, rng: random.Random) -> bytes:
@@ -184,9 +267,9 @@ def test_the_archives_have_checksums(sources: dict[str, Path]) -> None:
 
 def test_an_unknown_tensor_is_named(sources: dict[str, Path], tmp_path: Path) -> None:
     tensors = load(sources["safetensors"].read_bytes())
-    tensors["blocks.0.attn.q_norm.weight"] = torch.ones(3)
+    tensors["blocks.0.attn.odd.weight"] = torch.ones(3)
     del tensors["norm.bias"]
     tensors["head.bias"] = torch.ones(4)
     save_file(tensors, tmp_path / "odd.safetensors")
-    with pytest.raises(UserError, match=r"q_norm\.weight' does not belong; 'norm\.bias' is missing; 'head\.bias' has"):
+    with pytest.raises(UserError, match=r"odd\.weight' does not belong; 'norm\.bias' is missing; 'head\.bias' has"):
         vitlab.load(tmp_path / "odd.safetensors", heads=2)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from vitlab.errors import UserError
 from vitlab.models.config import Size
 from vitlab.models.resnet import ResNet
+from vitlab.models.rotary import Rotary
 from vitlab.models.variants import Model
 from vitlab.models.vit import Attention, ViT, attention_weights
 
@@ -25,8 +26,8 @@ def attention(model: Model, images: Tensor) -> list[Tensor]:
 
     Returns:
         Per layer a tensor (B, heads, N, N) of float32 or wider: row i is the distribution of token i's attention over
-        all N tokens, and sums to 1. Token 0 is the class token if the model has one. An axial block gives two
-        tensors, for rows and for columns, with zeros outside them.
+        all N tokens, and sums to 1. Token 0 is the class token if the model has one, registers follow it, then the
+        patches. An axial block gives two tensors, for rows and for columns, with zeros outside them.
 
     Raises:
         UserError: for a ResNet, which has no attention, another kind of model, or images of another size.
@@ -46,7 +47,7 @@ def each_attention(model: Model, images: Tensor) -> Iterator[Tensor]:
     layers = [module for module in vit.blocks.modules() if isinstance(module, Attention)]
     inputs = record_inputs(vit, layers, images)
     grid = vit.config.grid if vit.config.attention == "axial" else None
-    return (layer_weights(layer, inputs[i], grid, i % 2) for i, layer in enumerate(layers))
+    return (layer_weights(layer, inputs[i], grid, i % 2, vit.rotary) for i, layer in enumerate(layers))
 
 
 def check_vit(model: nn.Module) -> ViT:
@@ -72,9 +73,9 @@ def record_inputs(model: ViT, layers: list[Attention], images: Tensor) -> list[T
 
 
 @torch.no_grad()
-def layer_weights(layer: Attention, x: Tensor, grid: Size | None, axis: int) -> Tensor:
+def layer_weights(layer: Attention, x: Tensor, grid: Size | None, axis: int, rotary: Rotary | None = None) -> Tensor:
     """Compute a layer's weights from its input; with a grid, of attention along one of its axes."""
-    q, k, _, bias = layer.project(x)
+    q, k, _, bias = layer.project(x, rotary)
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
         weights = attention_weights(q.to(wide), k.to(wide), None if bias is None else bias.to(wide))

@@ -85,7 +85,7 @@ def patch_parts(model: ViT, images: Tensor, labels: Tensor) -> Tensor:
     with torch.no_grad():
         tokens = encode_until(model, model.patches(with_gray(images)), start)  # (B + 1, N, D)
     x, base = tokens[:-1].requires_grad_(), tokens[-1]
-    return contributions(x, base, held_logits(model, x, start), labels)[:, int(model.config.token) :]
+    return contributions(x, base, held_logits(model, x, start), labels)[:, model.config.prefix :]
 
 
 def cell_parts(model: ResNet, images: Tensor, labels: Tensor) -> Tensor:

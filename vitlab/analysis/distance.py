@@ -33,7 +33,7 @@ def query_distances(weights: Tensor, config: ViTConfig) -> Tensor:
     The class token has no place, so its row and its column are dropped and the rest of each row is scaled to sum
     to 1; nan where a patch attends to the class token alone. A hybrid's patches are its stem's stride apart.
     """
-    first = int(config.token)
+    first = config.prefix
     weights = weights[..., first:, first:]
     far = torch.as_tensor(cell_distances(config.grid, config.stride), dtype=weights.dtype, device=weights.device)
     return torch.einsum("bhij,ij->bhi", weights, far) / weights.sum(-1)

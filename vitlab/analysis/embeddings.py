@@ -63,8 +63,9 @@ def position_similarity(model: ViT, layer: int = 0) -> Floats:
     if model.positions is None:
         kind = model.config.positions
         inside = "; its relative offsets are in the attention layers" if kind == "relative" else ""
+        inside = "; its rotary positions are in the attention layers" if model.config.rotary != "none" else inside
         raise UserError(f"this model adds no position embeddings at its stem (positions='{kind}'{inside})")
-    table = model.positions(layer)[int(model.config.token) :].cpu().double()  # (hw, D)
+    table = model.positions(layer)[model.config.placed :].cpu().double()  # (hw, D)
     table = torch.nn.functional.normalize(table, dim=1)
     return to_array(table @ table.T).reshape(model.config.grid * 2)
 

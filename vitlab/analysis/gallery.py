@@ -21,7 +21,8 @@ from vitlab.analysis.attention import check_vit
 from vitlab.analysis.class_map import class_map
 from vitlab.analysis.distance import batch_size, cell_distances, depth_trend, mean_distance
 from vitlab.analysis.embeddings import patch_filters, position_similarity, position_trend
-from vitlab.analysis.steps import denormalize, five_steps, to_array
+from vitlab.analysis.rollout import sees_token
+from vitlab.analysis.steps import denormalize, five_steps, prefix_names, to_array
 from vitlab.data.folder import walk_images, warn_skipped
 from vitlab.data.images import BrokenImage, decode
 from vitlab.data.transforms import eval_image
@@ -149,7 +150,7 @@ class Gallery:
     def image_figure(self, figure: str, steps: Steps) -> "Figure":
         c = self.vit.config
         names = layer_names(c)
-        whose = "of the class token" if c.token else "of all tokens, averaged"
+        whose = "of the class token" if sees_token(c) else "of all tokens, averaged"
         if figure == "rollout":
             return inside.rollout_figure(steps.pixels, steps.rollout, whose)
         if figure == "layers":
@@ -158,7 +159,9 @@ class Gallery:
             layers = pick_evenly(len(names), LAYERS) if self.layers is None else self.layers
             heads = range(c.heads) if self.heads is None else self.heads
             return inside.heads_figure(steps.pixels, steps.attention, layers, heads, names, whose)
-        return steps_figure(steps, names, class_names(self.model), whose, c.stem is not None)
+        cells = prefix_names(c) if c.registers else []  # a class token alone is left out, as in the paper's figures
+        settings = {"hybrid": c.stem is not None, "rotary": c.rotary != "none"}
+        return steps_figure(steps, names, class_names(self.model), whose, **settings, cells=cells)
 
     # ---- files
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vitlab.errors import UserError
+from vitlab.models.config import ViTConfig
 from vitlab.models.vit import ViT
 
 
@@ -33,10 +34,26 @@ def rollout(maps: Iterable[Tensor]) -> Tensor:
 def to_grid(model: ViT, rows: Tensor) -> Tensor:
     """Reduce attention (..., N, N) to a map over the patches, (..., h, w), that sums to 1.
 
-    With a class token: its row, without its attention to itself. Without one: the mean over all rows, which is how much
-    each patch is attended to. A class token that attends to itself alone gives an even map.
+    Where the head sees the class token: its row, without its attention to itself and to registers. Elsewhere: the mean
+    over the patches' rows, which is how much each patch is attended to. A class token that attends to itself alone
+    gives an even map.
     """
-    cells = rows[..., 0, 1:] if model.config.token else rows.mean(-2)
+    cells = seen_row(model.config, rows)[..., model.config.prefix :]
     total = cells.sum(-1, keepdim=True)
     cells = torch.where(total > 0, cells / total, 1 / cells.shape[-1])
     return cells.unflatten(-1, model.config.grid)
+
+
+@torch.no_grad()
+def to_prefix(model: ViT, rows: Tensor) -> Tensor:
+    """The share of the same attention that goes to each token before the patches, (..., P): class token, registers."""
+    return seen_row(model.config, rows)[..., : model.config.prefix]
+
+
+def seen_row(c: ViTConfig, rows: Tensor) -> Tensor:
+    """The attention (..., N) of what the head sees: of the class token, or of the patches, averaged."""
+    return rows[..., 0, :] if sees_token(c) else rows[..., c.prefix :, :].mean(-2)
+
+
+def sees_token(c: ViTConfig) -> bool:
+    return c.pool in ("token", "token_mean")

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitlab.analysis.attention import check_vit, each_attention
-from vitlab.analysis.rollout import rollout, to_grid
+from vitlab.analysis.rollout import rollout, to_grid, to_prefix
 from vitlab.errors import UserError
-from vitlab.models.config import Size
+from vitlab.models.config import Size, ViTConfig
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
 from vitlab.plots.steps import Steps
@@ -35,20 +35,25 @@ def five_steps(model: ViT, image: Tensor) -> Steps:
             hooks.enter_context(part.register_forward_hook(lambda part, _, out: outputs.update({part: out})))
         maps = each_attention(model, image[None])  # one pass computes everything
     grids: list[Tensor] = []  # (1, H, h, w) of each layer
+    shares: list[Tensor] = []  # (1, H, P)
 
     def keep_grids() -> Iterator[Tensor]:
         for one in maps:
             grids.append(to_grid(model, one))
+            shares.append(to_prefix(model, one))
             yield one
 
     through = rollout(keep_grids())
-    grid, first = model.config.grid, int(model.config.token)
+    grid, first = model.config.grid, model.config.prefix
     components = principal_components(outputs[model.embed][0].flatten(1).T)
-    tokens, depths = to_colors(components, grid), []
+    tokens, depths, leads = to_colors(components, grid), [], []
     for block in model.blocks:
-        components = principal_components(outputs[block][0, first:], like=components)
+        lead, patches = outputs[block][0, :first], outputs[block][0, first:]
+        center, axes = principal_axes(patches, like=components)
+        components = (patches.cpu().double() - center) @ axes
         depths.append(to_colors(components, grid))
-    places = None if model.positions is None else principal_components(model.positions(0)[first:])
+        leads.append(to_array(scale_colors((lead.cpu().double() - center) @ axes, components)))
+    places = None if model.positions is None else principal_components(model.positions(0)[model.config.placed :])
     logits = outputs[model][0] if model.head is not None else image.new_zeros(0)
     return Steps(
         pixels=denormalize(model, image),
@@ -58,7 +63,14 @@ def five_steps(model: ViT, image: Tensor) -> Steps:
         attention=to_array(torch.cat(grids)),
         rollout=to_array(to_grid(model, through)[0]),
         logits=to_array(logits),
+        prefix=np.stack(leads),
+        prefix_attention=to_array(torch.cat(shares)),
     )
+
+
+def prefix_names(c: ViTConfig) -> list[str]:
+    """Name the tokens before the patches: C the class token, R1 and so on the registers."""
+    return [*(["C"] if c.token else []), *(f"R{i + 1}" for i in range(c.registers))]
 
 
 def denormalize(model: Model, image: Tensor) -> Floats:
@@ -69,24 +81,36 @@ def denormalize(model: Model, image: Tensor) -> Floats:
 
 
 def principal_components(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """Project rows (N, D) on their first three principal axes, (N, 3); an axis beyond their rank is zero.
+    """Project rows (N, D) on their first three principal axes, (N, 3); an axis beyond their rank is zero."""
+    center, axes = principal_axes(x, like)
+    return (x.cpu().double() - center) @ axes
 
-    An axis has no sign of its own: it correlates positively with `like`, or else its largest score is positive.
+
+def principal_axes(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The mean (D,) of rows (N, D) and their first three principal axes, (D, 3); zeros beyond their rank.
+
+    An axis has no sign of its own: its scores correlate positively with `like`, or else the largest is positive.
     """
     x = x.cpu().double()
-    u, s, _ = torch.linalg.svd(x - x.mean(0), full_matrices=False)
-    scores = (u * s * (s > 1e-6 * x.abs().max()))[:, :3]
-    scores = torch.nn.functional.pad(scores, (0, 3 - scores.shape[1]))
+    center = x.mean(0)
+    _, s, axes = torch.linalg.svd(x - center, full_matrices=False)
+    axes = (axes * (s > 1e-6 * x.abs().max())[:, None])[:3].T
+    axes = torch.nn.functional.pad(axes, (0, 3 - axes.shape[1]))
+    scores = (x - center) @ axes
     largest = scores.gather(0, scores.abs().argmax(0, keepdim=True))[0]
     signs = largest if like is None else (scores * like).sum(0)
-    return torch.where(signs < 0, -scores, scores)
+    return center, torch.where(signs < 0, -axes, axes)
 
 
 def to_colors(scores: Tensor, grid: Size) -> Floats:
     """Scale scores (N, 3) to red, green and blue on the grid, (h, w, 3), each from 0 to 1; gray where all are equal."""
-    low, high = scores.amin(0), scores.amax(0)
-    share = torch.where(high > low, (scores - low) / (high - low), 0.5)
-    return to_array(share.unflatten(0, grid))
+    return to_array(scale_colors(scores, scores).unflatten(0, grid))
+
+
+def scale_colors(scores: Tensor, among: Tensor) -> Tensor:
+    """Scores (n, 3) from 0 to 1, as the lowest and the highest of others (N, 3) are; those beyond them are cut off."""
+    low, high = among.amin(0), among.amax(0)
+    return torch.where(high > low, (scores - low) / (high - low), 0.5).clamp(0, 1)
 
 
 def to_array(x: Tensor) -> Floats:

@@ -15,6 +15,7 @@ from vitlab.signals import stoppable
     "vitlab finetune photos/",
     "vitlab finetune photos/ --weights google/vit-base-patch16-224 --minutes 30",
     "vitlab finetune oxford-pets --weights weights.npz epochs=3 lr=0.003 --out runs/pets",
+    "vitlab finetune photos/ --weights facebook/dinov2-base lora=8 --out runs/lora",
 )
 def finetune(
     data: Data,

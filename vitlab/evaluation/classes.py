@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from vitlab.data import imagenet
 from vitlab.data.labels import are_numbers
 from vitlab.data.rng import Ints
 from vitlab.errors import UserError
-from vitlab.evaluation import imagenet
 from vitlab.files import read_text
 
 Names = tuple[str, ...]

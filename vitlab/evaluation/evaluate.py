@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vitlab.data.imagenet import CLASSES
 from vitlab.data.label_sets import make_sets
 from vitlab.data.open import check_split, find_splits, make_data
 from vitlab.data.rng import Ints
@@ -18,7 +19,6 @@ from vitlab.data.source import ImageSource
 from vitlab.errors import UserError
 from vitlab.evaluation.classes import Names, imagenet_order, match_classes
 from vitlab.evaluation.extract import ExtractOptions, extract_values
-from vitlab.evaluation.imagenet import CLASSES
 from vitlab.evaluation.multi_result import MultiEvaluation, score_sets
 from vitlab.evaluation.piece_cache import Values, What
 from vitlab.evaluation.real import Lists, image_numbers, score_real

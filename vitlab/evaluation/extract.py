@@ -205,7 +205,7 @@ def value_width(model: Model, what: What) -> int:
     c = model.config
     if what == "logits":
         return c.classes
-    return c.channels if isinstance(c, ResNetConfig) else c.prelogits or c.width
+    return c.channels if isinstance(c, ResNetConfig) else c.features
 
 
 @contextmanager

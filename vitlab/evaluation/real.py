@@ -12,10 +12,10 @@ from pathlib import Path, PurePath
 
 import numpy as np
 
+from vitlab.data.imagenet import CLASSES
 from vitlab.data.images import EXTENSIONS
 from vitlab.data.rng import Ints
 from vitlab.errors import UserError
-from vitlab.evaluation.imagenet import CLASSES
 from vitlab.evaluation.scores import Rate, rate
 
 # ILSVRC2012_val_00000001, the same with a synset after it, or a bare number; a training image is called n01440764_10026

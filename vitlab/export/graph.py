@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vitlab.models.axial import AxialBlock
 from vitlab.models.positions import Axes, Relative, Table
 from vitlab.models.resnet import ResNet, SameConv, StdConv, Stem
+from vitlab.models.rotary import Rotary, channel_tables, coordinates, turn_rates
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
 
@@ -115,8 +116,8 @@ class AnyViT(ViT, AnySize):
 class AnyTable(Table, AnySize):
     def forward(self, layer: int) -> Tensor:
         table = super().forward(layer)
-        rows = resample_grid(table[self.token :].unflatten(0, self.grid), *self.new_grid)
-        return torch.cat([table[: self.token], rows.flatten(0, 1)])  # (N, D)
+        rows = resample_grid(table[self.lead :].unflatten(0, self.grid), *self.new_grid)
+        return torch.cat([table[: self.lead], rows.flatten(0, 1)])  # (N, D)
 
 
 class AnyAxes(Axes, AnySize):
@@ -139,11 +140,23 @@ class AnyRelative(Relative, AnySize):
         return logits.gather(-1, index.expand(*logits.shape[:2], -1, -1))  # (B, H, N, N)
 
 
+class AnyRotary(Rotary, AnySize):
+    """Rotary positions whose cosines and sines are computed in the graph."""
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        h, w = self.new_grid
+        rate = turn_rates(self.config).to(torch.float32)
+        rows, columns = (coordinates(self.config, torch.arange(side), side)[:, None] * rate for side in (h, w))
+        both = [rows[:, None].expand(-1, w, -1), columns[None].expand(h, -1, -1)]  # (h, w, K/4) each
+        return channel_tables(torch.cat(both, -1).flatten(0, 1), self.halves)
+
+
 ANY_SIZE: dict[type[nn.Module], type[nn.Module]] = {
     ViT: AnyViT,
     Table: AnyTable,
     Axes: AnyAxes,
     Relative: AnyRelative,
+    Rotary: AnyRotary,
 }
 
 

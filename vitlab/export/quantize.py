@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from vitlab.data.transforms import normalize
 from vitlab.models.config import Preprocess
-from vitlab.models.vit import Block, ViT
+from vitlab.models.vit import MLP, Attention, Block, ViT
 from vitlab.terminal import track
 
 ALPHA = 0.9  # how much of the unevenness goes from the inputs to the weights
@@ -60,9 +60,20 @@ def dense_layers(model: ViT) -> dict[str, nn.Linear]:
 
 def calibrate(model: ViT, pixels: Tensor, preprocess: Preprocess) -> dict[str, Scale]:
     """Balance the model, in place and without changing what it computes, and find the scale of each layer's input."""
+    fill_biases(model)
     ranges = record_ranges(model, pixels, preprocess)
     divisors = balance(model, ranges)
     return {name: make_scale(low / divisors[name], high / divisors[name]) for name, (low, high) in ranges.items()}
+
+
+@torch.no_grad()
+def fill_biases(model: ViT) -> None:
+    """Give every q/k/v layer a bias, with zeros for what it lacks: by its bias a layer is found in the graph."""
+    for layer in model.modules():
+        if isinstance(layer, Attention) and layer.qkv.bias is None:
+            zeros = torch.zeros_like(layer.qkv.weight[:, 0])
+            layer.qkv.bias = nn.Parameter(zeros if layer.qv_bias is None else layer.padded_bias())
+            layer.qv_bias = None
 
 
 def make_scale(low: Tensor, high: Tensor) -> Scale:
@@ -126,14 +137,33 @@ def balance(model: ViT, ranges: dict[str, tuple[Tensor, Tensor]]) -> dict[str, T
     for name, block in model.blocks.named_modules(prefix="blocks"):
         if isinstance(block, Block):
             for norm, layer_name in ((block.norm1, f"{name}.attention.qkv"), (block.norm2, f"{name}.mlp.up")):
-                norm.weight.div_(divisors[layer_name])
-                norm.bias.div_(divisors[layer_name])
-            values = block.attention.qkv
-            width = values.out_features // 3
-            values.weight[2 * width :] /= divisors[f"{name}.attention.out"][:, None]
-            values.bias[2 * width :] /= divisors[f"{name}.attention.out"]
-            block.mlp.gelu = ScaledOutput(block.mlp.gelu, 1 / divisors[f"{name}.mlp.down"])  # type: ignore[assignment]
+                divide(divisors[layer_name], norm.weight, norm.bias)
+            divide_values(block.attention, divisors[f"{name}.attention.out"])
+            divide_hidden(block.mlp, divisors[f"{name}.mlp.down"])
     return divisors
+
+
+def divide_values(attention: Attention, divisor: Tensor) -> None:
+    """Divide what enters `out`: in the norm before it, or in the layer that makes the values."""
+    if isinstance(attention.norm, nn.LayerNorm):
+        divide(divisor, attention.norm.weight, attention.norm.bias)
+        return
+    width = attention.out.in_features
+    divide(divisor[:, None], attention.qkv.weight[2 * width :])
+    divide(divisor, attention.qkv.bias[2 * width :])
+
+
+def divide_hidden(mlp: MLP, divisor: Tensor) -> None:
+    """Divide what enters `down`: in the norm before it, or after the GELU."""
+    if isinstance(mlp.norm, nn.LayerNorm):
+        divide(divisor, mlp.norm.weight, mlp.norm.bias)
+    else:
+        mlp.gelu = ScaledOutput(mlp.gelu, 1 / divisor)  # type: ignore[assignment]
+
+
+def divide(divisor: Tensor, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        tensor /= divisor
 
 
 def channel_divisors(inputs: Tensor, weights: Tensor) -> Tensor:

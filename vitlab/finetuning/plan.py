@@ -11,7 +11,9 @@ from vitlab.errors import UserError
 from vitlab.finetuning.budget import BATCH, MINUTES
 from vitlab.models.variants import Model, name_of
 from vitlab.text import counted, duration
-from vitlab.training.auto import find_weights, machine
+from vitlab.training.auto import LORA_TUNING, machine
+from vitlab.training.first_weights import find_weights
+from vitlab.training.lora import check_rank
 from vitlab.training.recipe import Recipe, change, count_steps, override
 from vitlab.training.recipes import vary
 from vitlab.training.setup import open_recipe_data
@@ -58,13 +60,16 @@ def make_plan(spec: str, start: str | None, pairs: list[str], minutes: float | N
     if data.is_multi_label or data.validation is None or asked.objective != "softmax":
         return None
     device = pick_device(asked.device)
-    weights, model, warnings = find_weights(asked.weights or start, device)
+    found = find_weights(asked.weights or start, device)
+    weights, model = found.name, found.model
     if weights is None or model is None:
         return None
     keys = {pair.partition("=")[0] for pair in pairs}
     name = name_of(model.config) or "B/16"
     size = asked.image_size if "image_size" in keys else model.config.image_size
-    recipe = override(vary(Recipe(name, spec, size, weights=weights, head="new", steps=1), TUNING), pairs)
+    recipe = vary(Recipe(name, spec, size, weights=weights, head="new", steps=1), TUNING)
+    recipe = override(vary(recipe, LORA_TUNING) if asked.lora else recipe, pairs)
+    check_rank(model.config, recipe.lora)
     model = choose_head(model.resize(size), recipe, data.classes)
     seconds = 60 * (MINUTES if minutes is None else minutes)
     if seconds <= 0:
@@ -74,7 +79,7 @@ def make_plan(spec: str, start: str | None, pairs: list[str], minutes: float | N
     lines = (
         f"data     {data.name}: {len(data.train)} images to train on, {held} to choose on, {len(data.test)} to test, "
         f"{len(data.classes)} classes; {data.note}",
-        f"weights  {weights}",
+        f"weights  {found.line}",
         f"model    {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {size[0]}x{size[1]} px",
         "stages   1. a head on frozen features, with a report; 2. fine-tuning from it, kept unless it is worse"
         + (f"; yours: {' '.join(pairs)}" if pairs else ""),
@@ -91,6 +96,6 @@ def make_plan(spec: str, start: str | None, pairs: list[str], minutes: float | N
         steps=steps,
         balance=recipe.balance if "balance" in keys else None,
         lines=lines,
-        warnings=(*warnings, *class_warnings(data)),
+        warnings=(*found.warnings, *class_warnings(data)),
         began=began,
     )

@@ -4,6 +4,7 @@ RUN/model.safetensors, report.html            the best model so far
 RUN/features                                  features of the images, computed once
 RUN/review.csv                                images that are worth a look
 RUN/start                                     the weights with a soft head, from which fine-tuning starts
+                                              (with lora= both models are what they add to the weights)
 RUN/recipe.json, log.jsonl, checkpoints/...   the fine-tuning, an ordinary run
 RUN/stages.json                               the budget, and what each stage brought
 
@@ -45,6 +46,7 @@ from vitlab.finetuning.head import (
 )
 from vitlab.finetuning.plan import Plan
 from vitlab.models.card import Card
+from vitlab.models.variants import Model
 from vitlab.report import Report, write_report
 from vitlab.signals import stoppable
 from vitlab.text import counted, duration
@@ -59,7 +61,9 @@ from vitlab.training.setup import RECIPE, check_data, prepare_run, read_run
 from vitlab.training.stages import Stages, read_stages, write_stages
 from vitlab.training.trust import quote
 from vitlab.weights import load, save
-from vitlab.weights.load import find_origin
+from vitlab.weights.load import find_origin, read_updates
+from vitlab.weights.lora_base import name_base
+from vitlab.weights.save import write_folder
 
 START = "start"
 CHANCE = 0.1  # probability of as great a loss by chance, below which fine-tuning is dropped
@@ -230,9 +234,15 @@ class StagedRun:
         (self.out / LOG).touch()
 
     def save_head(self, head: Linear, card: Card, to: Path) -> None:
-        set_head(self.plan.model, head)
-        self.plan.model.card = card
-        save(self.plan.model, to)
+        """Write the model with this head to a folder; of a run with low-rank updates, the head and the base's name."""
+        model = self.plan.model
+        set_head(model, head)
+        model.card = card
+        if not self.plan.recipe.lora:
+            save(model, to)
+            return
+        own = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items() if name.startswith("head.")}
+        write_folder(model.config, own, card, to, name_base(self.plan.weights, rank=0))
 
     def measured(self, stages: Stages, heads: Heads, images: int) -> Stages:
         """The stages with what the first one brought, and the length of the second."""
@@ -281,13 +291,21 @@ class StagedRun:
             if unknown is None:
                 self.print(f'{len(held.labels)} validation images are too few to answer "none of these"')
             best.card = replace(best.card, temperature=temperature, unknown=unknown)
-            save(best, self.out)
+            self.save_best(best)
         stages = self.judged(stages, float(right.mean()), kept)
         verdict = "kept" if kept else "dropped: the head is better"
         self.print(
             f"fine-tuning: {right.mean():.1%} of the validation images, the head had {stages.head:.1%}; {verdict}"
         )
         return stages
+
+    def save_best(self, best: Model) -> None:
+        """Write the best checkpoint, with its new card, into the run's folder: the model or its low-rank updates."""
+        if not self.plan.recipe.lora:
+            save(best, self.out)
+            return
+        own = read_updates(self.out / "checkpoints" / "best")
+        write_folder(own.config, own.tensors, best.card, self.out, own.adapter)
 
     def head_hits(self, stages: Stages) -> Bools:
         """Whether the head that was fitted to the training images is right about each validation image."""

@@ -7,11 +7,17 @@ from vitlab.errors import UserError
 from vitlab.settings import POSITIVE, RATE, Range, check_types, is_list
 from vitlab.text import listed
 
-Pool = Literal["token", "mean", "attention"]
+Pool = Literal["token", "mean", "attention", "token_mean"]
 PositionKind = Literal["none", "1d", "2d", "relative", "sinusoidal", "sincos2d"]
 Placement = Literal["stem", "every", "shared"]
 AttentionKind = Literal["full", "axial"]
-Gelu = Literal["exact", "tanh"]
+PrefixPositions = Literal["token", "all", "none"]
+FinalNorm = Literal["tokens", "pooled", "none"]
+QkvBias = Literal["all", "qv", "none"]
+MLPKind = Literal["gelu", "swiglu"]
+Gelu = Literal["exact", "tanh", "quick"]
+Rotary = Literal["none", "cells", "centers"]
+RotaryLayout = Literal["pairs", "halves"]
 Standardize = Literal["sigma", "variance"]
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 Fit = Literal["crop", "stretch"]
@@ -20,7 +26,10 @@ Color = tuple[float, float, float]
 
 # Limits for configs from untrusted files: without them one number could take all memory.
 LARGEST_SIDE = 8192  # of the model's input, in pixels
-MOST_LAYERS, MOST_WIDTH, MOST_CLASSES = 1000, 1 << 16, 1_000_000
+MOST_ANGLES = 1 << 22  # of rotary positions, which no file holds: a config alone must not fill the memory
+MOST_OFFSETS = 1 << 27  # pairs of tokens in all layers of relative positions, for the same reason
+MOST_LAYERS, MOST_WIDTH, MOST_CLASSES, MOST_REGISTERS = 1000, 1 << 16, 1_000_000, 1024
+ROTARY_LAYOUT, ROTARY_BASE = "pairs", 1e4  # where there are no rotary positions
 
 Classes = Annotated[int, Range(0, MOST_CLASSES), "classes of the head; 0: no head, the model returns its features"]
 ImageSize = Annotated[Size, "height and width of the input in pixels; one number for a square"]
@@ -62,15 +71,37 @@ class ViTConfig:
     heads: Annotated[int, Range(1, MOST_WIDTH), "attention heads; they divide the width"]
     classes: Classes = 1000
     stem: Annotated[StemConfig | None, "ResNet before the patches, for a hybrid"] = None
-    pool: Annotated[Pool, "what the head sees: the class token, the mean of the tokens, or attention pooling"] = "token"
+    pool: Annotated[
+        Pool, "what the head sees: the class token, the mean of the patches, both of them, or attention pooling"
+    ] = "token"
     prelogits: Annotated[int, Range(0, MOST_WIDTH), "width of the tanh layer before the head; 0: none"] = 0
     positions: Annotated[PositionKind, "kind of position embedding"] = "1d"
     placement: Annotated[Placement, "where positions are added: once, at every layer, or one table shared"] = "stem"
     attention: Annotated[AttentionKind, "full attention, or axial: along rows, then along columns"] = "full"
-    gelu: Annotated[Gelu, "exact GELU or its tanh approximation"] = "exact"
+    gelu: Annotated[Gelu, "exact GELU, its tanh approximation, or x sigmoid(1.702 x)"] = "exact"
     norm_eps: Annotated[float, POSITIVE, "eps of the layer norms"] = 1e-6
     dropout: Annotated[float, RATE, "dropout rate after every dense layer but qkv"] = 0.0
     drop_path: Annotated[float, RATE, "stochastic depth: rate of the last layer, growing linearly from 0"] = 0.0
+
+    # what later families of Vision Transformers changed; by default nothing
+    extra_token: Annotated[bool, "a class token although the head does not see it"] = False
+    registers: Annotated[int, Range(0, MOST_REGISTERS), "register tokens after the class token"] = 0
+    prefix_positions: Annotated[PrefixPositions, "which of these have a position: the class token, all, none"] = "token"
+    embed_bias: Annotated[bool, "bias of the patch projection"] = True
+    norm_before: Annotated[bool, "layer norm before the blocks"] = False
+    final_norm: Annotated[FinalNorm, "layer norm after the blocks: of the tokens, after pooling, or none"] = "tokens"
+    layer_scale: Annotated[bool, "a learned factor for each channel of a branch"] = False
+    qkv_bias: Annotated[QkvBias, "biases of queries, keys and values; of queries and values; none"] = "all"
+    qk_norm: Annotated[bool, "layer norms of queries and keys, head by head"] = False
+    attention_norm: Annotated[bool, "layer norm of the heads' values before they are mixed"] = False
+    mlp_kind: Annotated[MLPKind, "GELU, or SwiGLU: a gated hidden layer"] = "gelu"
+    mlp_norm: Annotated[bool, "layer norm of the MLPs' hidden layer"] = False
+    rotary: Annotated[Rotary, "rotary positions of patches: none, by cell, or by cell centers from -1 to 1"] = "none"
+    rotary_layout: Annotated[RotaryLayout, "channels that turn together: neighbors, or those half a head apart"] = (
+        "pairs"
+    )
+    rotary_base: Annotated[float, Range(above=1, most=1e9), "ratio of the longest to the shortest wavelength"] = 1e4
+    rotary_grid: Annotated[int, Range(0, LARGEST_SIDE), "cells to which rotary='cells' scales any grid; 0: its own"] = 0
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -80,8 +111,11 @@ class ViTConfig:
             raise UserError(f"{self.heads} heads do not divide the width {self.width}; {listed(near)} would")
         check_size(self.image_size, self.stride)
         self._check_positions()
-        if self.attention == "axial" and self.pool == "token":
-            raise UserError("axial attention has no class token, only the grid; use pool='mean' or pool='attention'")
+        if self.attention == "axial" and self.prefix:
+            raise UserError(
+                "axial attention has no class token or registers, only the grid; use pool='mean' or pool='attention'"
+            )
+        self._check_families()
 
     def _check_positions(self) -> None:
         kind, place = self.positions, self.placement
@@ -92,10 +126,46 @@ class ViTConfig:
             raise UserError(f"{kind} tables are fixed, so one per layer is the same as placement='shared'; use that")
         if kind == "relative" and self.attention == "axial":
             raise UserError("relative positions are offsets in the full grid; use another kind with axial attention")
+        if kind == "relative" and self.depth * self.length**2 > MOST_OFFSETS:
+            shape = f"{self.image_size[0]}x{self.image_size[1]}"
+            raise UserError(f"images of {shape} have too many patches for relative positions; use smaller ones")
         if kind == "2d" and self.width % 2:
             raise UserError(f"positions='2d' halves the width for its two axes, and {self.width} is odd")
         if kind == "sincos2d" and self.width % 4:
             raise UserError(f"positions='sincos2d' needs a width that 4 divides, and {self.width} is none; set another")
+
+    def _check_families(self) -> None:
+        if self.extra_token and self.pool in ("token", "token_mean"):
+            raise UserError(f"pool='{self.pool}' has a class token already; extra_token is for the others")
+        if self.prefix_positions == "all" and not self.registers:
+            raise UserError("without registers the class token is all there is; use prefix_positions='token'")
+        if self.prefix_positions == "none" and not self.prefix:
+            raise UserError("prefix_positions='none' is about a class token or registers, and there are none")
+        if self.placed < self.prefix and self.placement != "stem":
+            raise UserError(f"placement='{self.placement}' adds positions to all tokens; use prefix_positions='all'")
+        if self.positions == "relative" and self.prefix > self.token:
+            raise UserError("relative positions know a class token and patches; leave registers out")
+        if self.mlp_kind == "swiglu" and (self.gelu != "exact" or self.pool == "attention"):
+            raise UserError("SwiGLU has no GELU and no attention pooling; leave gelu and pool as they are")
+        if self.prelogits and self.pool == "token_mean":
+            raise UserError("pool='token_mean' has no pre-logits; set prelogits=0")
+        if self.rotary == "none" and self.rotary_fields != (ROTARY_LAYOUT, ROTARY_BASE, 0):
+            raise UserError("rotary_layout, rotary_base and rotary_grid are settings of rotary positions; set rotary")
+        if self.rotary != "none" and self.positions == "relative":
+            raise UserError("relative and rotary positions both give offsets to attention; choose one of them")
+        if self.rotary != "none" and self.attention == "axial":
+            raise UserError("rotary positions turn queries and keys of the complete grid; use full attention")
+        if self.rotary != "none" and (self.width // self.heads) % 4:
+            raise UserError(f"rotary positions need heads whose width 4 divides, not {self.width // self.heads}")
+        if self.rotary != "none" and self.grid[0] * self.grid[1] * (self.width // self.heads) > 2 * MOST_ANGLES:
+            height, width = self.image_size
+            raise UserError(f"images of {height}x{width} have too many patches for rotary positions; use smaller ones")
+        if self.rotary == "centers" and self.rotary_grid:
+            raise UserError("rotary='centers' knows no cells; leave rotary_grid")
+
+    @property
+    def rotary_fields(self) -> tuple[str, float, int]:
+        return self.rotary_layout, self.rotary_base, self.rotary_grid
 
     @property
     def stride(self) -> int:
@@ -110,12 +180,32 @@ class ViTConfig:
     @property
     def token(self) -> bool:
         """Whether a class token leads the sequence."""
-        return self.pool == "token"
+        return self.pool in ("token", "token_mean") or self.extra_token
+
+    @property
+    def prefix(self) -> int:
+        """Tokens before the patches: the class token and the registers."""
+        return self.token + self.registers
+
+    @property
+    def placed(self) -> int:
+        """Tokens before the patches that have a position of their own."""
+        return {"none": 0, "token": int(self.token), "all": self.prefix}[self.prefix_positions]
 
     @property
     def length(self) -> int:
-        """Tokens in the sequence, class token included."""
-        return self.grid[0] * self.grid[1] + self.token
+        """Tokens in the sequence, the prefix included."""
+        return self.grid[0] * self.grid[1] + self.prefix
+
+    @property
+    def pooled(self) -> int:
+        """Width of what pooling makes of the tokens."""
+        return self.width * (2 if self.pool == "token_mean" else 1)
+
+    @property
+    def features(self) -> int:
+        """Width of the head's input."""
+        return self.prelogits or self.pooled
 
 
 @dataclass(frozen=True)

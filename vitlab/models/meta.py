@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vitlab.errors import UserError
-from vitlab.models.config import ModelConfig
+from vitlab.models.config import ModelConfig, ViTConfig
 from vitlab.models.positions import Relative, offset_index
+from vitlab.models.rotary import Rotary
 from vitlab.models.variants import Model, build
 from vitlab.text import brief
 
@@ -39,7 +40,9 @@ def fill_model(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Model:
     """A model that holds the given tensors, without copies, in eval mode."""
     model = meta_model(config)
     model.load_state_dict(dict(tensors), assign=True)
-    for module in model.modules():
-        if isinstance(module, Relative):  # an index that no file holds
+    for module in model.modules():  # tables that no file holds
+        if isinstance(module, Relative):
             module.index = offset_index(model.config.grid, len(module.token) > 0)
+        elif isinstance(module, Rotary) and isinstance(config, ViTConfig):  # in the weights' precision
+            module.to(next(iter(tensors.values())).dtype).place(config)
     return model.eval()

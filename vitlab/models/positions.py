@@ -62,8 +62,8 @@ def sinusoids_2d(grid: Size, width: int) -> Tensor:
 def fixed_table(c: ViTConfig) -> Tensor:
     """The rows of all tokens, (N, D); 2-D sinusoids have no place for the class token, so its row is zero."""
     if c.positions == "sinusoidal":
-        return sinusoids(c.length, c.width)
-    return F.pad(sinusoids_2d(c.grid, c.width), (0, 0, int(c.token), 0))
+        return sinusoids(c.placed + c.grid[0] * c.grid[1], c.width)
+    return F.pad(sinusoids_2d(c.grid, c.width), (0, 0, c.placed, 0))
 
 
 class Table(nn.Module):
@@ -71,10 +71,10 @@ class Table(nn.Module):
 
     def __init__(self, c: ViTConfig) -> None:
         super().__init__()
-        self.token, self.grid = int(c.token), c.grid
+        self.lead, self.grid = c.placed, c.grid
         if c.positions == "1d":
             tables = c.depth if c.placement == "every" else 1
-            self.table = nn.Parameter(torch.empty(tables, c.length, c.width))
+            self.table = nn.Parameter(torch.empty(tables, c.placed + c.grid[0] * c.grid[1], c.width))
             nn.init.normal_(self.table, std=INIT)
         else:  # kept with the weights: after a resize the rows are no longer the formula's
             self.register_buffer("table", fixed_table(c)[None])
@@ -83,7 +83,7 @@ class Table(nn.Module):
         return self.table[layer if self.table.shape[0] > 1 else 0]  # (N, D)
 
     def resize(self, grid: Size, mode: Resample) -> None:
-        lead, rows = self.table[:, : self.token], self.table[:, self.token :].unflatten(1, self.grid)
+        lead, rows = self.table[:, : self.lead], self.table[:, self.lead :].unflatten(1, self.grid)
         new = torch.cat([lead, resample(rows, grid, mode).flatten(1, 2)], 1).detach()
         self.table = replace_parameter(self.table, new) if isinstance(self.table, nn.Parameter) else new
         self.grid = grid
@@ -97,7 +97,7 @@ class Axes(nn.Module):
         tables = c.depth if c.placement == "every" else 1
         self.columns = nn.Parameter(torch.empty(tables, c.grid[1], c.width // 2))
         self.rows = nn.Parameter(torch.empty(tables, c.grid[0], c.width // 2))
-        self.token = nn.Parameter(torch.empty(tables, int(c.token), c.width))
+        self.token = nn.Parameter(torch.empty(tables, c.placed, c.width))
         for table in self.parameters():
             nn.init.normal_(table, std=INIT)
 

@@ -6,13 +6,15 @@
     4  L encoder blocks                        (B, N+1, D)
     5  norm, pool, classify                    (B, classes)
 
+What later families changed is a switch of the config each, off by default: registers, norms, SwiGLU, rotary positions.
+
 Shapes: B batch, N tokens, D width, H heads, K = D/H head width, h and w patches down and across. For brevity N
-counts the class token too from step 3 on.
+counts the class token and registers too from step 3 on.
 """
 
 import dataclasses
 import math
-from typing import Self
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +27,9 @@ from vitlab.models.config import Size, ViTConfig, as_size
 from vitlab.models.images import check_images
 from vitlab.models.positions import Relative, Resample, check_mode, make_positions
 from vitlab.models.resnet import Stem
+from vitlab.models.rotary import Rotary, turn
 
+GELUS: dict[str, Literal["none", "tanh"]] = {"exact": "none", "tanh": "tanh"}
 CUT_STD = 0.8796256610342398  # standard deviation of a normal distribution that is cut off at -2 and 2
 
 
@@ -40,15 +44,18 @@ class ViT(ImageModel):
         self.card = Card()  # preprocessing, class names and provenance travel with the weights
         self.stem = Stem(c.stem) if c.stem else None
         channels = c.stem.channels if c.stem else 3
-        self.embed = nn.Conv2d(channels, c.width, c.patch, stride=c.patch)
+        self.embed = nn.Conv2d(channels, c.width, c.patch, stride=c.patch, bias=c.embed_bias)
         self.token = nn.Parameter(torch.zeros(1, 1, c.width)) if c.token else None
+        self.registers = nn.Parameter(torch.empty(1, c.registers, c.width)) if c.registers else None
         self.positions = make_positions(c)
+        self.rotary = Rotary(c) if c.rotary != "none" else None
         self.dropout = nn.Dropout(c.dropout)
+        self.norm_before = norm_if(c.norm_before, c.width, c)
         self.blocks = nn.ModuleList(make_block(c, layer) for layer in range(c.depth))
-        self.norm = nn.LayerNorm(c.width, c.norm_eps)
+        self.norm = norm_if(c.final_norm != "none", c.pooled if c.final_norm == "pooled" else c.width, c)
         self.pool = AttentionPool(c) if c.pool == "attention" else None
         self.prelogits = nn.Linear(c.width, c.prelogits) if c.prelogits else None
-        self.head = nn.Linear(c.prelogits or c.width, c.classes) if c.classes else None
+        self.head = nn.Linear(c.features, c.classes) if c.classes else None
         self._initialize()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -61,7 +68,7 @@ class ViT(ImageModel):
         return self.pool_tokens(self.tokens(images))
 
     def tokens(self, images: Tensor) -> Tensor:
-        """The sequence after the final norm, (B, N, D)."""
+        """The sequence after the blocks and, unless it comes after pooling, the final norm, (B, N, D)."""
         check_images(images, self.config.image_size, self.embed.weight)
         return self.encode(self.patches(images))
 
@@ -72,23 +79,36 @@ class ViT(ImageModel):
 
     def encode(self, x: Tensor) -> Tensor:
         """Steps 3 and 4, on patch embeddings, and the final norm."""
-        if self.token is not None:
-            x = torch.cat([self.token.to(x.dtype).expand(x.shape[0], -1, -1), x], 1)
-        if self.positions is not None:
-            x = x + self.positions(0)
-        x = self.dropout(x)
+        x = self.norm_before(self.dropout(self.place(x)))
         for layer, block in enumerate(self.blocks):
             if layer and self.positions is not None and self.config.placement != "stem":
                 x = x + self.positions(layer)
-            x = block(x)
-        return self.norm(x)
+            x = block(x) if self.rotary is None else block(x, self.rotary)
+        return self.norm(x) if self.config.final_norm == "tokens" else x
+
+    def place(self, x: Tensor) -> Tensor:
+        """Step 3: the class token and registers go first, and those that have one get a position with the patches."""
+        lead = [t.to(x.dtype).expand(x.shape[0], -1, -1) for t in (self.token, self.registers) if t is not None]
+        placed = {"none": 0, "token": int(self.config.token), "all": len(lead)}[self.config.prefix_positions]
+        if lead[:placed]:
+            x = torch.cat([*lead[:placed], x], 1)
+        if self.positions is not None:
+            x = x + self.positions(0)
+        if lead[placed:]:
+            first = self.config.placed
+            x = torch.cat([x[:, :first], *lead[placed:], x[:, first:]], 1)
+        return x
 
     def pool_tokens(self, tokens: Tensor) -> Tensor:
-        """Step 5 up to the head: (B, N, D) to (B, D)."""
+        """Step 5 up to the head: (B, N, D) to (B, D); twice as wide where it sees the class token and the mean."""
+        kind, patches = self.config.pool, tokens[:, self.config.prefix :]
         if self.pool is not None:
             x = self.pool(tokens)
+        elif kind == "token_mean":
+            x = torch.cat([tokens[:, 0], patches.mean(1)], -1)
         else:
-            x = tokens[:, 0] if self.token is not None else tokens.mean(1)
+            x = tokens[:, 0] if kind == "token" else patches.mean(1)
+        x = self.norm(x) if self.config.final_norm == "pooled" else x
         return x if self.prelogits is None else torch.tanh(self.prelogits(x))
 
     def resize(self, image_size: int | Size, mode: Resample = "bilinear") -> Self:
@@ -105,6 +125,8 @@ class ViT(ImageModel):
                 module.resize(config.grid, mode)
             elif isinstance(module, AxialBlock):
                 module.grid = config.grid
+            elif isinstance(module, Rotary):
+                module.place(config)
         self.config = config
         return self
 
@@ -120,6 +142,8 @@ class ViT(ImageModel):
             elif isinstance(module, MLP):
                 nn.init.normal_(module.up.bias, std=1e-6)
                 nn.init.normal_(module.down.bias, std=1e-6)
+        if self.registers is not None:
+            nn.init.normal_(self.registers, std=0.02)  # unlike the class token, they must differ
         if self.head is not None:
             nn.init.zeros_(self.head.weight)
 
@@ -136,6 +160,10 @@ def lecun_normal(layer: nn.Linear | nn.Conv2d) -> None:
     nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
 
 
+def norm_if(wanted: bool, width: int, c: ViTConfig) -> nn.Module:
+    return nn.LayerNorm(width, c.norm_eps) if wanted else nn.Identity()
+
+
 def make_block(c: ViTConfig, layer: int) -> nn.Module:
     rate = c.drop_path * layer / max(1, c.depth - 1)
     if c.attention == "axial":
@@ -150,13 +178,26 @@ class Block(nn.Module):
         super().__init__()
         self.norm1 = nn.LayerNorm(c.width, c.norm_eps)
         self.attention = Attention(c)
+        self.scale1 = LayerScale(c.width) if c.layer_scale else nn.Identity()
         self.norm2 = nn.LayerNorm(c.width, c.norm_eps)
         self.mlp = MLP(c)
+        self.scale2 = LayerScale(c.width) if c.layer_scale else nn.Identity()
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:  # (B, N, D), or (B, h, w, D) in an axial block
-        x = x + self.drop_path(self.attention(self.norm1(x)))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:  # (B, N, D), or (B, h, w, D) if axial
+        x = x + self.drop_path(self.scale1(self.attention(self.norm1(x), rotary)))
+        return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))))
+
+
+class LayerScale(nn.Module):
+    """A learned factor for each channel, small at first."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((width,), 1e-5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
 
 
 class Attention(nn.Module):
@@ -165,23 +206,38 @@ class Attention(nn.Module):
     def __init__(self, c: ViTConfig) -> None:
         super().__init__()
         self.heads = c.heads
-        self.qkv = nn.Linear(c.width, 3 * c.width)
+        self.qkv = nn.Linear(c.width, 3 * c.width, bias=c.qkv_bias == "all")
+        self.qv_bias = nn.Parameter(torch.zeros(2 * c.width)) if c.qkv_bias == "qv" else None
+        self.q_norm, self.k_norm = (norm_if(c.qk_norm, c.width // c.heads, c) for _ in range(2))
+        self.norm = norm_if(c.attention_norm, c.width, c)
         self.out = nn.Linear(c.width, c.width)
         self.dropout = nn.Dropout(c.dropout)
         self.relative = Relative(c) if c.positions == "relative" else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v, bias = self.project(x)
+    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+        q, k, v, bias = self.project(x, rotary)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # (B, H, N, K)
-        return self.dropout(self.out(y.transpose(1, 2).reshape(x.shape)))
+        return self.mix(y, x)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def mix(self, y: Tensor, x: Tensor) -> Tensor:
+        """The heads' values (B, H, N, K), side by side and projected, in the shape of x."""
+        return self.dropout(self.out(self.norm(y.transpose(1, 2).reshape(x.shape))))
+
+    def project(self, x: Tensor, rotary: Rotary | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values, (B, H, N, K), and the position logits, (B, H, N, N); leading axes join B."""
         length, width = x.shape[-2:]
-        qkv = self.qkv(x).reshape(-1, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        qkv = self.qkv(x)
+        qkv = qkv if self.qv_bias is None else qkv + self.padded_bias().to(qkv.dtype)
+        q, k, v = qkv.reshape(-1, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = turn(self.q_norm(q), self.k_norm(k), rotary)
         bias = None if self.relative is None else self.relative(q) / math.sqrt(q.shape[-1])
         return q, k, v, bias
+
+    def padded_bias(self) -> Tensor:
+        """The biases of queries and values, with zeros for the keys between them."""
+        assert self.qv_bias is not None
+        q, v = self.qv_bias.chunk(2)
+        return torch.cat([q, torch.zeros_like(q), v])
 
 
 def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
@@ -193,13 +249,28 @@ def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
 class MLP(nn.Module):
     def __init__(self, c: ViTConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(c.width, c.mlp)
-        self.gelu = nn.GELU("tanh" if c.gelu == "tanh" else "none")
+        gated = c.mlp_kind == "swiglu"
+        self.up = nn.Linear(c.width, c.mlp * (2 if gated else 1))
+        self.gelu = SwiGLU() if gated else QuickGELU() if c.gelu == "quick" else nn.GELU(GELUS[c.gelu])
+        self.norm = norm_if(c.mlp_norm, c.mlp, c)
         self.down = nn.Linear(c.mlp, c.width)
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.down(self.dropout(self.gelu(self.up(x)))))
+        return self.dropout(self.down(self.norm(self.dropout(self.gelu(self.up(x))))))
+
+
+class SwiGLU(nn.Module):
+    """The second half of the channels, each times the SiLU of one of the first half."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = x.chunk(2, -1)
+        return F.silu(gate) * value
+
+
+class QuickGELU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
 
 
 class DropPath(nn.Module):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitlab.plots.inside import NOTE, add_note, overlay
-from vitlab.plots.style import COLORS, bare, drawing, new_figure, shorten
+from vitlab.plots.style import COLORS, FAINT, bare, drawing, new_figure, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float32]
 DEPTHS = 6  # depths shown: two small images under each large one
 CLASSES = 8  # classes shown
+CELLS = 8  # tokens before the patches shown
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,27 @@ class Steps:
     attention: Floats  # (L, H, h, w): of the class token (or of all tokens, on average); each sums to 1
     rollout: Floats  # (h, w): the same through all layers
     logits: Floats  # (K,); empty where the model has no head
+    prefix: Floats  # (blocks, P, 3): class token and registers after each block, on the axes of its patches' PCA
+    prefix_attention: Floats  # (L, H, P): the share of the attention that goes to them, before `attention` is scaled
 
 
-def steps_figure(steps: Steps, names: Sequence[str], classes: Sequence[str], whose: str, hybrid: bool) -> "Figure":
-    """Draw the steps; `names` of the attention layers, `classes` of the model, `whose` attention is shown."""
+def steps_figure(
+    steps: Steps,
+    names: Sequence[str],
+    classes: Sequence[str],
+    whose: str,
+    *,
+    hybrid: bool = False,
+    rotary: bool = False,
+    cells: Sequence[str] = (),
+) -> "Figure":
+    """Draw the steps; `names` of the attention layers, `classes` of the model, `whose` attention is shown.
+
+    `cells` are the names of the tokens before the patches, to be drawn as cells of their own; none: they are left out.
+    """
     h, w = steps.tokens.shape[:2]
     with drawing():
-        sheet = Sheet(steps.pixels.shape[0] / steps.pixels.shape[1])
+        sheet = Sheet(steps.pixels.shape[0] / steps.pixels.shape[1], strip=0.36 if cells else 0.0)
         patches, tokens, positions = (sheet.large(i) for i in range(3))
         draw_patches(patches, steps.pixels, (h, w))
         patches.set_title(f"1  {h} x {w} cells of the stem's map" if hybrid else f"1  cut into {h} x {w} patches")
@@ -49,8 +64,8 @@ def steps_figure(steps: Steps, names: Sequence[str], classes: Sequence[str], who
         if steps.positions.any():
             draw_colors(positions, steps.positions, "3  positions, colored by PCA")
         else:
-            positions.set_title("3  no positions at the stem")
-        draw_depths(sheet, steps, names, whose)
+            positions.set_title("3  rotary positions, in every layer" if rotary else "3  no positions at the stem")
+        draw_depths(sheet, steps, names, whose, cells)
         draw_scores(sheet.side(), steps.logits, classes)
         add_note(sheet.figure, NOTE)
     return sheet.figure
@@ -59,13 +74,14 @@ def steps_figure(steps: Steps, names: Sequence[str], classes: Sequence[str], who
 class Sheet:
     """The layout in inches: three large images, two rows of six small ones, a column at the right."""
 
-    def __init__(self, ratio: float) -> None:
+    def __init__(self, ratio: float, strip: float = 0.0) -> None:
         self.gap, self.words, self.right = 0.08, 0.3, 2.5
+        self.strip = strip  # under each small image, for the tokens that are no patches
         self.width = 10.4
         self.big = (self.width - self.right - 4 * self.gap) / 3
         self.small = (self.big - self.gap) / 2
         self.ratio = ratio  # height to width of an image
-        self.height = (self.big + 2 * self.small) * ratio + 3 * self.words + self.gap + 0.35
+        self.height = (self.big + 2 * self.small) * ratio + 3 * self.words + self.gap + 0.35 + 2 * strip
         self.figure = new_figure(self.width, self.height, None)
 
     def add_axes(self, left: float, top: float, width: float, height: float) -> Any:
@@ -77,10 +93,17 @@ class Sheet:
 
     def small_top(self, row: int) -> float:
         """The upper edge of a row of small images."""
-        return self.big * self.ratio + 3 * self.words + row * (self.small * self.ratio + self.gap)
+        return self.big * self.ratio + 3 * self.words + row * (self.small * self.ratio + self.gap + self.strip)
 
     def little(self, row: int, column: int) -> Any:
         return self.image_axes(self.gap + column * (self.small + self.gap), self.small_top(row), self.small)
+
+    def cells(self, row: int, column: int) -> Any:
+        """The axes under a small image."""
+        top = self.small_top(row) + self.small * self.ratio + 0.05
+        axes = self.add_axes(self.gap + column * (self.small + self.gap), top, self.small, 0.17)
+        bare(axes)
+        return axes
 
     def image_axes(self, left: float, top: float, width: float) -> Any:
         axes = self.add_axes(left, top, width, width * self.ratio)
@@ -88,14 +111,20 @@ class Sheet:
         return axes
 
     def side(self) -> Any:
-        end = self.small_top(1) + self.small * self.ratio
+        end = self.small_top(1) + self.small * self.ratio + self.strip
         return self.add_axes(self.width - self.right + 0.15, self.words, self.right - 0.45, end - self.words)
 
 
-def draw_depths(sheet: Sheet, steps: Steps, names: Sequence[str], whose: str) -> None:
-    """Draw step 4 in two rows: attention over the image, and the tokens after the block, at some depths."""
+def draw_depths(sheet: Sheet, steps: Steps, names: Sequence[str], whose: str, cells: Sequence[str]) -> None:
+    """Draw step 4 in two rows: attention over the image, and the tokens after the block, at some depths.
+
+    With `cells`, the tokens that are no patches have a row of cells under each: their share of the attention in
+    percent, and their colors.
+    """
     per_block = len(steps.attention) // len(steps.depths)  # two in an axial block: its last is shown
     text, top = f"4  attention {whose} by depth; below it the tokens after that layer", sheet.small_top(0) - 0.27
+    if cells:
+        text = f"4  attention {whose} by depth, tokens below it; {describe_cells(cells)}"
     sheet.figure.text(sheet.gap / sheet.width, 1 - top / sheet.height, text, fontsize=10, va="baseline")
     for column, block in enumerate(pick_evenly(len(steps.depths), DEPTHS)):
         layer = (block + 1) * per_block - 1
@@ -103,6 +132,28 @@ def draw_depths(sheet: Sheet, steps: Steps, names: Sequence[str], whose: str) ->
         axes.imshow(overlay(steps.pixels, steps.attention[layer].mean(0)))
         axes.set_title(f"layer {names[layer]}", fontsize=9, pad=3)
         draw_colors(sheet.little(1, column), steps.depths[block], "")
+        if cells:
+            shares = steps.prefix_attention[layer].mean(0)
+            draw_cells(sheet.cells(0, column), cells, 1 - np.repeat(shares[:, None], 3, 1), 100 * shares)
+            draw_cells(sheet.cells(1, column), cells, steps.prefix[block], None)
+
+
+def describe_cells(cells: Sequence[str]) -> str:
+    """The tokens that are no patches, in words."""
+    more = f", {CELLS} shown" if len(cells) > CELLS else ""
+    return ("C class token, " if "C" in cells else "") + f"R registers, in %{more}"
+
+
+def draw_cells(axes: Any, names: Sequence[str], colors: Floats, percent: Floats | None) -> None:
+    """Draw a labeled cell for each token; with a number in it, if there are any."""
+    shown = min(len(names), CELLS)
+    for i in range(shown):
+        axes.bar(i + 0.5, 1, 0.88, color=[colors[i]], edgecolor=FAINT, linewidth=0.5)
+        axes.text(i + 0.5, -0.18, names[i], ha="center", va="top", fontsize=6)
+        if percent is not None:
+            ink = "white" if percent[i] > 50 else "black"
+            axes.text(i + 0.5, 0.45, f"{percent[i]:.0f}", ha="center", va="center", fontsize=6, color=ink)
+    axes.set(xlim=(0, max(shown, 4)), ylim=(-0.03, 1.03))
 
 
 def draw_patches(axes: Any, pixels: Floats, grid: tuple[int, int]) -> None:

@@ -64,6 +64,7 @@ def plural(number: int, noun: str) -> str:
 def describe_recipe(recipe: Recipe, images: int, steps: int) -> str:
     """A recipe in a few sentences, of so many steps that were done; `images` is the size of the training set."""
     what = "Only the head was trained" if recipe.freeze == "body" else "All weights were trained"
+    what = f"Low-rank updates (LoRA, rank {recipe.lora}) and the head were trained" if recipe.lora else what
     kind = {"sgd": "SGD", "adamw": "AdamW"}[recipe.optimizer]
     passes = f"{steps * recipe.batch / max(1, images):.1f}".removesuffix(".0")
     times = "once" if passes == "1" else f"{passes} times"

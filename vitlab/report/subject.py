@@ -35,9 +35,9 @@ class Subject:
 
     @property
     def run_flops(self) -> int:
-        """Operations of all training steps; a frozen body has no backward pass."""
-        recipe = self.history.recipe
-        flops = self.cost.forward_flops if recipe.freeze == "body" else self.cost.train_flops
+        """Operations of all training steps; a frozen body has no backward pass, low-rank updates half of one."""
+        recipe, forward = self.history.recipe, self.cost.forward_flops
+        flops = forward if recipe.freeze == "body" else 2 * forward if recipe.lora else self.cost.train_flops
         return flops * self.steps * recipe.batch
 
     @property

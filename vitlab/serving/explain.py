@@ -76,6 +76,8 @@ def steps_to_json(pixels: Tensor, steps: Steps | None) -> dict[str, Any]:
         "tokens": color_list(steps.tokens),  # (h, w, 3)
         "positions": color_list(steps.positions) if steps.positions.any() else None,
         "depths": color_list(steps.depths),  # (blocks, h, w, 3)
+        "prefix": color_list(steps.prefix),  # (blocks, P, 3)
+        "prefix_attention": round_list(steps.prefix_attention.mean(1)),  # (L, P)
     }
     rollout, attention = round_list(steps.rollout), round_list(steps.attention)  # (h, w) and (L, H, h, w)
     return {"picture": picture, "rollout": rollout, "attention": attention, "steps": colors, "reason": None}
@@ -100,7 +102,9 @@ def model_info(classifier: Classifier, name: str) -> dict[str, Any]:
         axial = config.attention == "axial"
         fields |= {"kind": "vit", "layers": config.depth * (2 if axial else 1), "heads": config.heads, "axial": axial}
         fields |= {"grid": config.grid, "patch": config.stride, "stem": config.stem is not None}
-        fields |= {"width": config.width, "pool": config.pool, "positions": config.positions}
+        fields |= {"width": config.width, "features": config.features, "pool": config.pool}
+        fields |= {"positions": config.positions, "rotary": config.rotary != "none"}
+        fields |= {"class_token": config.token, "registers": config.registers}
     else:
         fields |= {"kind": "resnet", "layers": 0, "heads": 0}
     return fields

@@ -48,6 +48,8 @@ class Steps(BaseModel):
     tokens: list[list[list[int]]] = Field(description="(h, w, 3): patch tokens as colors, 0 to 255.")
     positions: list[list[list[int]]] | None = Field(description="(h, w, 3): position embeddings as colors.")
     depths: list[list[list[list[int]]]] = Field(description="(blocks, h, w, 3): tokens after each block as colors.")
+    prefix: list[list[list[int]]] = Field(description="(blocks, P, 3): class token and registers after each block.")
+    prefix_attention: list[list[float]] = Field(description="(L, P): share of the attention that goes to each of them.")
 
 
 class Explanation(Prediction):
@@ -76,7 +78,11 @@ class ModelInfo(BaseModel):
     patch: int | None = None
     stem: bool | None = None
     pool: str | None = None
+    features: int | None = None
     positions: str | None = None
+    rotary: bool | None = None
+    class_token: bool | None = None
+    registers: int | None = None
     axial: bool | None = None
     max_bytes: int
     max_images: int

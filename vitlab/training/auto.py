@@ -18,14 +18,13 @@ from vitlab.data.images import BrokenImage
 from vitlab.data.source import Data, ImageSource
 from vitlab.data.summary import class_warnings, image_warnings, summarize
 from vitlab.device import peak_flops, pick_device
-from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
 from vitlab.models.variants import Model, build, create, name_of
 from vitlab.text import counted, duration
+from vitlab.training.first_weights import find_weights
 from vitlab.training.recipe import Recipe, change, count_steps, evaluations, override
 from vitlab.training.recipes import DIGITS, made, vary
 from vitlab.training.setup import free_bytes, open_recipe_data
-from vitlab.weights import load
 
 TIME_LIMIT = 10 * 60.0  # seconds that a run without settings may take where there is no large GPU
 EPOCHS = (2, 12)  # least and most of them there
@@ -33,12 +32,7 @@ PAPER_LIMIT = 12 * 3600.0  # seconds: where the paper's recipe takes longer, it 
 SUSTAINED = 0.35  # share of a GPU's peak that training reaches
 SMALLEST_MICRO = 16  # a GPU that cannot hold as many images at 384 px is not one for the paper's recipe
 FULL_RATE, HEAD_RATE = 0.01, 0.1  # SGD's learning rates for small batches
-# Weights to start from by default: the largest that the kind of machine fine-tunes in reasonable time.
-HUB = {
-    "cuda": "google/vit-base-patch16-224-in21k",
-    "mps": "WinKawaks/vit-small-patch16-224",
-    "cpu": "WinKawaks/vit-tiny-patch16-224",
-}
+LORA_TUNING = "optimizer=adamw lr=0.001"  # low-rank updates start at zero, where SGD hardly moves them
 DECODE_LIMIT = 10_000  # images: sets up to here are decoded once to find duplicates
 
 
@@ -58,13 +52,14 @@ def finetune_recipe(spec: str, start: str | None, pairs: list[str]) -> FinetuneP
     asked = override(Recipe("B/16", spec, steps=1), pairs)
     data = open_recipe_data(asked)
     device = pick_device(asked.device)
-    weights, model, warnings = find_weights(asked.weights or start, device)
+    found = find_weights(asked.weights or start, device)
+    weights, model = found.name, found.model
     if model is None:
         recipe, why = for_labels(data, *from_scratch(data, spec))
         recipe = override(recipe, pairs)
         model = create(recipe.model, classes=len(data.classes), image_size=recipe.image_size, **recipe.model_settings)
     else:
-        recipe, why = for_labels(data, *from_weights(data, spec, weights, model, device))
+        recipe, why = for_labels(data, *from_weights(data, spec, weights, model, device, lora=asked.lora))
         recipe = override(recipe, pairs)
         model.resize(recipe.image_size)
     recipe = fit_length(recipe, model, data, device, pairs)
@@ -73,34 +68,22 @@ def finetune_recipe(spec: str, start: str | None, pairs: list[str]) -> FinetuneP
         f"data     {data.name}: {len(data.train)} images to train on, "
         + (f"{len(data.validation)} to choose on, " if data.validation is not None else "")
         + f"{len(data.test)} to test, {len(data.classes)} classes; {data.note}",
-        f"weights  {weights or 'none: from scratch'}",
+        f"weights  {found.line}",
         f"model    {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, "
         f"{recipe.image_size[0]}x{recipe.image_size[1]} px",
         f"recipe   {why}" + (f"; yours: {' '.join(pairs)}" if pairs else ""),
         f"length   {length(recipe, len(data.train))}, about {duration(seconds)} on this {machine(device)}",
     )
-    return FinetunePlan(recipe, lines, (*warnings, *data_warnings(data, spec)), seconds)
+    return FinetunePlan(recipe, lines, (*found.warnings, *data_warnings(data, spec)), seconds)
 
 
-def find_weights(start: str | None, device: torch.device) -> tuple[str | None, Model | None, list[str]]:
-    """The weights asked for, else the default from the hub; none at all only if that is asked for, as "none"."""
-    if start == "none":
-        return None, None, ["training from scratch: with few images, starting from weights is far better (--weights)"]
-    if start is not None:
-        return start, load(start), []
-    name = HUB[device.type]
-    try:
-        return name, load(name), []
-    except UserError as error:
-        raise UserError(
-            f"there are no weights to start from ({error}); give some with --weights FILE (safetensors, npz, pth or a "
-            f"run folder), or `hf download {name} --local-dir vit` on a machine with a network, copy the folder here "
-            "and add --weights vit; --weights none trains from scratch, which is far worse with few images"
-        ) from None
+def from_weights(
+    data: Data, spec: str, weights: str | None, model: Model, device: torch.device, *, lora: int = 0
+) -> tuple[Recipe, str]:
+    """The paper's recipe where the machine can run it; else one of small batches at the weights' own size.
 
-
-def from_weights(data: Data, spec: str, weights: str | None, model: Model, device: torch.device) -> tuple[Recipe, str]:
-    """The paper's recipe where the machine can run it; else one of small batches at the weights' own size."""
+    Low-rank updates have AdamW in place of SGD.
+    """
     n = len(data.train)
     steps = 500 if n < 20_000 else 10_000 if n < 500_000 else 20_000
     warmup = 100 if steps == 500 else 500
@@ -108,15 +91,23 @@ def from_weights(data: Data, spec: str, weights: str | None, model: Model, devic
     paper = Recipe(name, spec, higher(model.config.image_size, model), weights=weights, steps=steps)
     paper = vary(paper, f"batch=512 optimizer=sgd lr=0.01 warmup={warmup} clip=1 checkpoint_every={warmup}")
     if can_run_paper(paper, model, data, device):
-        return paper, f"the paper's: SGD, batch 512, {paper.image_size[0]} px, lr 0.01, cosine"
-    frozen = image_seconds(model, device, frozen=False) * n * EPOCHS[0] > TIME_LIMIT
+        paper, how = for_updates(paper, lora)
+        return paper, f"the paper's: {how}, batch 512, {paper.image_size[0]} px, lr {paper.lr:g}, cosine"
+    frozen = not lora and image_seconds(model, device, frozen=False) * n * EPOCHS[0] > TIME_LIMIT
     # as many epochs as there is time for: see fit_length
     small = f"epochs={EPOCHS[1]} batch={min(32, n)} lr={FULL_RATE} area=0.3,1 checkpoint_every=100"
     recipe, what = vary(change(paper, image_size=model.config.image_size), small), "all weights"
     if frozen:
         recipe = change(recipe, freeze="body", lr=HEAD_RATE)
         what = "the head alone (all weights would take too long)"
-    return recipe, f"{what}, SGD, batch {recipe.batch}, the weights' own size, lr {recipe.lr:g}, cosine"
+    recipe, how = for_updates(recipe, lora)
+    what = "low-rank updates and the head" if lora else what
+    return recipe, f"{what}, {how}, batch {recipe.batch}, the weights' own size, lr {recipe.lr:g}, cosine"
+
+
+def for_updates(recipe: Recipe, lora: int) -> tuple[Recipe, str]:
+    """A recipe of SGD as it is or, for low-rank updates, with AdamW; and the optimizer's name."""
+    return (vary(recipe, LORA_TUNING), "AdamW") if lora else (recipe, "SGD")
 
 
 def from_scratch(data: Data, spec: str) -> tuple[Recipe, str]:

@@ -24,6 +24,7 @@ from vitlab.errors import UserError
 from vitlab.files import fsync, largest_number, read_json, save_tensors, sha256
 from vitlab.settings import Range, check_types, from_json
 from vitlab.text import brief
+from vitlab.training.lora import own_state
 from vitlab.training.optim import Average
 from vitlab.training.parallel import place_like
 
@@ -54,7 +55,7 @@ class CheckpointMeta:
 
 def collect_state(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
     """Everything that training changes, by name: model/..., optimizer/..., ema/...; nothing is copied."""
-    state = {f"model/{name}": tensor for name, tensor in module.state_dict().items()}
+    state = {f"model/{name}": tensor for name, tensor in own_state(module).items()}
     for name, p in module.named_parameters():
         for key, value in optimizer.state.get(p, {}).items():
             if value is not None:
@@ -68,7 +69,7 @@ def expected_state(module: nn.Module, optimizer: torch.optim.Optimizer, average:
     """For every name that a state may have, the tensor it is copied to or, of an optimizer, belongs to."""
     adam = isinstance(optimizer, torch.optim.AdamW)
     fields = ("step", "exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",)
-    expected = {f"model/{name}": tensor for name, tensor in module.state_dict().items()}
+    expected = {f"model/{name}": tensor for name, tensor in own_state(module).items()}
     expected |= {f"optimizer/{name}/{field}": p for name, p in module.named_parameters() for field in fields}
     return expected | {f"ema/{name}": tensor for name, tensor in (average.weights if average else {}).items()}
 

@@ -77,6 +77,8 @@ class MaskedPatches(nn.Module):
         super().__init__()
         if vit.pool is not None:
             raise UserError("masked patch prediction trains no pooling; use pool=token or pool=mean, not attention")
+        if vit.config.final_norm == "pooled":
+            raise UserError("masked patch prediction trains no norm after pooling; use final_norm=tokens")
         self.vit = vit
         self.mask = nn.Parameter(torch.zeros(vit.config.width))
         nn.init.normal_(self.mask, std=0.02)
@@ -90,7 +92,7 @@ class MaskedPatches(nn.Module):
         swapped = x.gather(1, corruption.other[..., None].expand_as(x))
         x = torch.where(corruption.swapped[..., None], swapped, x)
         x = torch.where(corruption.masked[..., None], self.mask.to(x.dtype), x)
-        return self.head(self.vit.encode(x)[:, int(self.vit.config.token) :])
+        return self.head(self.vit.encode(x)[:, self.vit.config.prefix :])
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from vitlab.data.balance import Balance
 from vitlab.data.loader import BROKEN_LIMIT
 from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
-from vitlab.models.config import ImageSize, Preprocess, ViTConfig
+from vitlab.models.config import MOST_WIDTH, ImageSize, Preprocess, ViTConfig
 from vitlab.settings import RATE, Range, Setting, annotations, check_all, check_types, describe, parse_settings, to_json
 from vitlab.training.masked import Masking
 from vitlab.training.objectives import SIGMOID_BIAS, ObjectiveName
 from vitlab.training.optim import Decay, OptimizerName
 from vitlab.training.parallel import Parallel
+from vitlab.weights.lora import LARGEST_ALPHA
 
 Precision = Literal["auto", "float32", "bfloat16", "float64"]
 Compile = Literal["auto", "yes", "no"]
@@ -53,6 +54,8 @@ class Recipe:
         "xavier"
     )
     freeze: Annotated[Freeze, "body: only the head learns"] = "none"
+    lora: Annotated[int, Range(0, MOST_WIDTH), "rank of low-rank updates (LoRA), which learn for the body; 0: none"] = 0
+    lora_alpha: Annotated[float, Range(above=0, most=LARGEST_ALPHA), "low-rank updates count alpha / rank times"] = 16.0
     model_settings: Annotated[dict[str, Any], "the model's own settings that differ from its variant's"] = field(
         default_factory=dict
     )
@@ -122,6 +125,10 @@ class Recipe:
             raise UserError(f"masked patch prediction uses no labels, so there is nothing for balance={self.balance}")
         if self.freeze == "body" and self.objective == "masked":
             raise UserError("masked patch prediction trains the body, so freeze='body' leaves nothing to learn")
+        if self.lora and self.freeze == "body":
+            raise UserError(f"lora={self.lora} freezes the body already and learns its updates; leave freeze='body'")
+        if self.lora and self.objective == "masked":
+            raise UserError(f"masked patch prediction trains the body itself; leave lora={self.lora}")
 
 
 # ---- flat keys: the recipe's own, the augmentation's and the model's

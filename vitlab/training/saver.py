@@ -7,13 +7,12 @@ from torch import Tensor
 
 from vitlab.errors import UserError
 from vitlab.models.card import Card
-from vitlab.models.variants import build
 from vitlab.training import checkpoint
 from vitlab.training.checkpoint import CheckpointMeta
 from vitlab.training.parallel import Cluster
 from vitlab.training.setup import RunSetup
 from vitlab.training.sharded import ShardedWriter
-from vitlab.weights import save
+from vitlab.weights.save import write_folder
 
 
 class Saver:
@@ -55,11 +54,11 @@ class Saver:
         self.cluster.barrier()
 
     def write_model(self, folder: Path, weights: dict[str, Tensor], thresholds: tuple[float, ...] | None) -> None:
-        model = build(self.setup.config)
-        model.load_state_dict(weights)
-        labels = None if self.setup.recipe.objective == "masked" else self.setup.data.classes
-        model.card = Card(self.setup.preprocess, labels, self.setup.provenance or None, thresholds)
+        setup = self.setup
+        labels = None if setup.recipe.objective == "masked" else setup.data.classes
+        card = Card(setup.preprocess, labels, setup.provenance or None, thresholds)
+        weights = {name: tensor.float() for name, tensor in weights.items()}  # also those of a run in float64
         try:
-            save(model, folder)
+            write_folder(setup.config, weights, card, folder, setup.adapter)
         except UserError as error:
             raise OSError(str(error)) from error  # `disk_errors` adds how to continue

@@ -27,6 +27,7 @@ from vitlab.settings import check_value, from_json, to_json
 from vitlab.text import brief
 from vitlab.training import checkpoint, manifest
 from vitlab.training.checkpoint import CheckpointMeta, FoundCheckpoint, disk_errors
+from vitlab.training.lora import check_rank
 from vitlab.training.objectives import start_at_frequency, start_sigmoid
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, difference, override, resolve_length
@@ -35,6 +36,8 @@ from vitlab.training.start import choose_head, make_provenance
 from vitlab.training.trust import check_trusted_data, check_trusted_review, check_trusted_weights, remember_recipe
 from vitlab.weights import load
 from vitlab.weights.formats.vitlab import model_config, model_json, read_provenance
+from vitlab.weights.lora import Adapter, base_json
+from vitlab.weights.lora_base import find_base, name_base
 
 RECIPE = "recipe.json"
 MOST_LAYERS = 1_000
@@ -52,7 +55,8 @@ class RunSetup:
     preprocess: Preprocess
     provenance: dict[str, str]  # of the trained model
     checkpoint: FoundCheckpoint | None  # to resume from
-    initial: Model | None  # the model to start with, where there is no checkpoint
+    initial: Model | None  # the model to start with, where there is no checkpoint or it holds low-rank updates alone
+    adapter: Adapter | None = None  # what these are, and the weights they are for
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class StoredRun:
     labels: tuple[str, ...]
     images: int
     provenance: dict[str, str]
+    adapter: Adapter | None = None
 
 
 def read_run(out: Path) -> StoredRun | None:
@@ -79,7 +84,10 @@ def read_run(out: Path) -> StoredRun | None:
         recipe, config = from_json(Recipe, parts["recipe"]), model_config(parts["model"], tensors=MOST_LAYERS)
         preprocess = from_json(Preprocess, parts["preprocess"])
         labels = check_value(about.get("labels"), tuple[str, ...], "labels")
-        return StoredRun(recipe, config, preprocess, labels, images, read_provenance(about) or {})
+        adapter = check_value(about.get("lora"), Adapter | None, "lora")
+        if (adapter is None) == bool(recipe.lora):
+            raise UserError("lora stands in its recipe alone, or beside it alone")
+        return StoredRun(recipe, config, preprocess, labels, images, read_provenance(about) or {}, adapter)
     except UserError as error:
         raise UserError(f"{path} is not the recipe of a run: {brief(error)}; start again in a new --out") from None
 
@@ -101,7 +109,8 @@ def recipe_to_resume(out: Path, pairs: list[str]) -> Recipe | None:
     recipe, given = override(stored, pairs), {pair.partition("=")[0] for pair in pairs}
     if "data" not in given:
         check_trusted_data(stored.data, out / RECIPE, f"vitlab train --out {shlex.quote(str(out))} --resume data=")
-    if recipe.weights is not None and "weights" not in given and not any((out / "checkpoints").glob("last*")):
+    complete = not recipe.lora and any((out / "checkpoints").glob("last*"))  # else the weights are needed again
+    if recipe.weights is not None and "weights" not in given and not complete:
         check_trusted_weights(recipe.weights, out / RECIPE)
     if recipe.review is not None and "review" not in given:
         check_trusted_review(recipe.review, out / RECIPE)
@@ -149,10 +158,17 @@ def prepare_run(
             raise UserError(f"the run in {out} has another {key}; {advice}")
         found = checkpoint.find_checkpoint(checkpoint.last_checkpoint(out), lambda meta: check_meta(meta, recipe))
         if found is not None:
+            about = (stored.model, stored.preprocess, stored.provenance)
+            if stored.adapter is not None:
+                base = resume_base(stored, stored.adapter, out, data, start)
+                return RunSetup(out, recipe, data, *about, found, *base)
             check_size(stored.model, found.folder)
-            return RunSetup(out, recipe, data, stored.model, stored.preprocess, stored.provenance, found, None)
+            return RunSetup(out, recipe, data, *about, found, None)
+    adapter = new_adapter(recipe, out)
     model, preprocess = initial_model(recipe, data, start)
-    setup = RunSetup(out, recipe, data, model.config, preprocess, make_provenance(recipe, data, model), None, model)
+    check_rank(model.config, recipe.lora)  # before the folder is made
+    about = (model.config, preprocess, make_provenance(recipe, data, model))
+    setup = RunSetup(out, recipe, data, *about, None, model, adapter)
     cluster.agree(lambda: write_run_files(setup, new=stored is None, trial=trial))
     return setup
 
@@ -199,7 +215,28 @@ def check_size(config: ModelConfig, folder: Path) -> None:
         raise UserError(f"{folder} has {have:,} bytes, too few for the model that {RECIPE} describes; use a new --out")
 
 
-def initial_model(recipe: Recipe, data: Data, start: Path | None = None) -> tuple[Model, Preprocess]:
+def new_adapter(recipe: Recipe, out: Path) -> Adapter | None:
+    """What a run with low-rank updates is to write down about them, at its start."""
+    if not recipe.lora:
+        return None
+    if recipe.weights is None:
+        raise UserError(f"lora={recipe.lora} learns updates of weights that are there; name them with weights=")
+    adapter = name_base(recipe.weights, recipe.lora, recipe.lora_alpha)
+    return dataclasses.replace(adapter, near=base_json(adapter, out).get("near", ""))
+
+
+def resume_base(
+    stored: StoredRun, adapter: Adapter, out: Path, data: Data, start: Path | None
+) -> tuple[Model, Adapter]:
+    """The model that a checkpoint of low-rank updates is for, and where its weights are by now."""
+    place = find_base(adapter, out, str(out))
+    model, _ = initial_model(stored.recipe, data, place if start is None else start)
+    if model.config != stored.model:
+        raise UserError(f"{out / RECIPE} describes another model than {place}; start again in a new --out")
+    return model, adapter if adapter.is_on_hub else dataclasses.replace(adapter, source=os.path.abspath(place))
+
+
+def initial_model(recipe: Recipe, data: Data, start: str | Path | None = None) -> tuple[Model, Preprocess]:
     """The model before its first step: fresh, or from weights with their head or a new one."""
     torch.manual_seed(recipe.seed)
     is_masked = recipe.objective == "masked"
@@ -249,6 +286,7 @@ def write_recipe(setup: RunSetup) -> None:
         "labels": list(setup.data.classes),
         "images": len(setup.data.train),
         "provenance": setup.provenance,
+        **({} if setup.adapter is None else {"lora": to_json(setup.adapter)}),
     }
     with atomic_file(setup.out / RECIPE, "w", errors=disk_errors) as file:
         file.write(json.dumps(about, indent=1) + "\n")

@@ -26,6 +26,7 @@ from vitlab.terminal import warn
 from vitlab.training import checkpoint
 from vitlab.training.checkpoint import CheckpointMeta
 from vitlab.training.cuda_graph import GraphedStep, StepResult
+from vitlab.training.lora import add_updates, own_state
 from vitlab.training.masked import MaskedPatches, PatchPrediction
 from vitlab.training.objectives import LOSSES, Classification, MultiLabel, Objective, blank_batch, measure_sums
 from vitlab.training.optim import Average, clip_gradients, learning_rate, make_optimizer, set_learning_rate
@@ -82,6 +83,8 @@ class Trainer:
         if r.freeze == "body":
             for name, p in model.named_parameters():
                 p.requires_grad_(name.startswith("head."))
+        if r.lora:
+            add_updates(model, r.lora, r.lora_alpha, r.seed)
         data, weights = self.setup.data, None
         if r.balance == "weights":
             weights = torch.from_numpy(class_weights(data.train.class_counts())).to(device, torch.float32)
@@ -289,10 +292,10 @@ class Trainer:
         return checkpoint.collect_state(self.core, self.optimizer, self.average)
 
     def final_weights(self) -> dict[str, Tensor]:
-        """The model's weights on the CPU, unsharded, and averaged if the run averages."""
+        """The model's weights, or its low-rank updates, on the CPU, unsharded, and averaged if the run averages."""
         with self.average.swap_in() if self.average is not None else nullcontext():
             model = self.core.vit if isinstance(self.core, MaskedPatches) else self.core
-            return {name: gather_full(tensor).detach().cpu().clone() for name, tensor in model.state_dict().items()}
+            return {name: gather_full(tensor).detach().cpu().clone() for name, tensor in own_state(model).items()}
 
 
 def dropout_seed(*parts: int) -> int:

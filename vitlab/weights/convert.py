@@ -20,7 +20,7 @@ from vitlab.weights.formats import google
 from vitlab.weights.formats.base import FormatDefaults
 from vitlab.weights.formats.google_names import STYLES
 from vitlab.weights.formats.vitlab import NAME, WEIGHTS
-from vitlab.weights.load import FORMATS, Checkpoint, check_format, read_checkpoint
+from vitlab.weights.load import WRITERS, Checkpoint, check_format, read_checkpoint
 
 log = logging.getLogger("vitlab")
 
@@ -64,10 +64,12 @@ def convert(
     True
     """
     check_format(to)
+    if to not in WRITERS:
+        raise UserError(f"{to} files are read, not written; the formats to write are {listed(WRITERS)}")
     write = pick_writer(to, names)
-    path, suffixes = Path(target), [suffix for suffix in FORMATS[to].SUFFIXES if suffix]
+    path, suffixes = Path(target), [suffix for suffix in WRITERS[to].SUFFIXES if suffix]
     folder = path.suffix not in suffixes
-    if folder and "" not in FORMATS[to].SUFFIXES:
+    if folder and "" not in WRITERS[to].SUFFIXES:
         raise UserError(f"a {to} checkpoint is a file that ends in {listed(suffixes)}, not {path}")
     if path.exists():
         raise UserError(f"{path} exists; remove it or name another place")
@@ -76,8 +78,8 @@ def convert(
     if size not in (None, checkpoint.config.image_size):
         raise UserError(f"convert does not resample positions; load {source} with image_size={size} and save that")
     if fold:
-        checkpoint = fold_checkpoint(checkpoint, FORMATS[to].PREPROCESS)
-    held = FORMATS[to].holds_card(checkpoint.config, checkpoint.card, folder)
+        checkpoint = fold_checkpoint(checkpoint, WRITERS[to].PREPROCESS)
+    held = WRITERS[to].holds_card(checkpoint.config, checkpoint.card, folder)
     write_files(checkpoint, path, to, folder, write, held)
 
 
@@ -121,7 +123,7 @@ def removed_after_error(path: Path | None) -> Iterator[None]:
 def pick_writer(to: str, names: str | None) -> Callable[..., None]:
     """A format's writer; `names` is a style of the authors' names, the only ones that exist in several."""
     if names is None:
-        return FORMATS[to].write
+        return WRITERS[to].write
     if to != google.NAME:
         raise UserError(f"names= is for the google format; {to} files have names of one style")
     if names not in STYLES:

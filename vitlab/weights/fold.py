@@ -21,6 +21,8 @@ def fold_normalization(
     """The tensors that give the same logits for pixels with the new mean and std, and the preprocessing with these."""
     if isinstance(config, ResNetConfig) or config.stem is not None:
         raise UserError("only the normalization of plain patches can be folded: a ResNet pads what it normalized")
+    if not config.embed_bias:
+        raise UserError("this model's patch projection has no bias, into which the normalization would be folded")
     made = dataclasses.replace(old, mean=new.mean, std=new.std)
     if made == old:
         return dict(tensors), old

@@ -1,6 +1,5 @@
-"""`vitlab.load`: checkpoints of all formats as our models: open, recognize, read, check, transform, fill."""
+"""`vitlab.load`: checkpoints of all formats as our models: open, recognize, read, check, transform, merge, fill."""
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vitlab.errors import UserError
-from vitlab.files import read_json, sha256
+from vitlab.files import sha256
 from vitlab.models.card import Card
 from vitlab.models.config import ModelConfig, ResNetConfig, Size, as_size
 from vitlab.models.meta import fill_model, meta_model
@@ -22,15 +21,22 @@ from vitlab.models.variants import Model
 from vitlab.settings import from_json, takes
 from vitlab.text import brief, listed, valid_text
 from vitlab.weights import hub
-from vitlab.weights.beside import read_beside, stored_settings
-from vitlab.weights.formats import google, huggingface, timm, torchvision, vitlab
-from vitlab.weights.formats.base import Format, FormatDefaults, ParsedCheckpoint, RawCheckpoint, settings_of
+from vitlab.weights.beside import stored_settings
+from vitlab.weights.class_names import imagenet_names
+from vitlab.weights.formats import clip, dinov2, dinov3, google, huggingface, mae, timm, torchvision, vitlab
+from vitlab.weights.formats.base import Format, FormatDefaults, ParsedCheckpoint, RawCheckpoint, Reader, settings_of
 from vitlab.weights.formats.table import quote_names, to_vitlab
 from vitlab.weights.formats.vitlab import read_card
-from vitlab.weights.tensors import open_tensors
+from vitlab.weights.lora import Adapter, adapter_state, check_base, check_growth, merge
+from vitlab.weights.lora_base import find_base
+from vitlab.weights.open import open_source
 
 MODULES: tuple[Format, ...] = (vitlab, huggingface, timm, torchvision, google)
-FORMATS = {module.NAME: module for module in MODULES}
+ORIGINALS: tuple[Reader, ...] = (dinov2, dinov3, mae, clip)  # their authors' own files, which are read alone
+WRITERS: dict[str, Format] = {module.NAME: module for module in MODULES}
+FORMATS: dict[str, Reader] = {module.NAME: module for module in (*MODULES, *ORIGINALS)}
+DIMENSIONS = ("depth", "num_hidden_layers", "embed_dim", "hidden_size")  # in configs of timm and transformers
+LONGEST_CHAIN = 8  # low-rank updates of updates
 log = logging.getLogger("vitlab")
 
 
@@ -42,6 +48,7 @@ def load(
     image_size: int | Size | None = None,
     resample: Resample = "bilinear",
     format: str | None = None,
+    base: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> Model:
     """The model in a file, a folder or on the Hugging Face hub.
@@ -52,7 +59,9 @@ def load(
         classes: another number than the file's gives a new head of zeros; 0 leaves the head out.
         image_size: another size than the file's resamples the position embeddings.
         resample: how: "bilinear" as the authors do, or "bicubic".
-        format: vitlab, huggingface, timm, torchvision or google; by default recognized by content.
+        format: vitlab, huggingface, timm, torchvision, google, dinov2, dinov3, mae or clip; by default recognized by
+            content.
+        base: of a run with low-rank updates (`lora=`), the weights to add them to, in place of those it names.
         settings: what many files do not state, listed below; each goes before the file's own and the format's default.
 
     Returns:
@@ -69,7 +78,8 @@ def load(
     tensor([[0., 0., 0., 0., 0.]], grad_fn=<AddmmBackward0>)
     """
     size = None if image_size is None else as_size(image_size)
-    checkpoint = read_checkpoint(source, from_json(FormatDefaults, settings), format=format, image_size=size)
+    given = from_json(FormatDefaults, settings)
+    checkpoint = read_checkpoint(source, given, format=format, image_size=size, base=base)
     if classes is not None and classes != checkpoint.config.classes:
         checkpoint = replace_head(checkpoint, classes)
     model = fill_model(checkpoint.config, unify_dtype(checkpoint.tensors, str(source)))
@@ -84,23 +94,40 @@ def load(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as ours: exactly the tensors of the model of this config."""
+    """A checkpoint as ours: exactly the tensors of the model of this config or, of an adapter, its own."""
 
     config: ModelConfig
     tensors: dict[str, Tensor]
     card: Card
+    adapter: Adapter | None = None
 
 
 def read_checkpoint(
-    source: str | os.PathLike[str], given: FormatDefaults, *, format: str | None = None, image_size: Size | None = None
+    source: str | os.PathLike[str],
+    given: FormatDefaults,
+    *,
+    format: str | None = None,
+    image_size: Size | None = None,
+    base: str | os.PathLike[str] | None = None,
+    chain: int = 0,
 ) -> Checkpoint:
-    """A checkpoint of any format, in the precision it has; a UserError names the source."""
+    """A checkpoint of any format, in the precision it has; low-rank updates merged with their base, in float32.
+
+    A UserError names the source. `chain` counts the updates of updates.
+    """
     try:
         raw = open_source(source)
         kind = recognize_format(raw, format)
         if raw.is_guess and kind in (timm.NAME, huggingface.NAME):
             return parse_with_guess(raw, kind, given, image_size)
-        return parse_checkpoint(raw, kind, given, image_size)
+        checkpoint = parse_checkpoint(raw, kind, given, image_size)
+        if kind in (timm.NAME, huggingface.NAME):
+            check_folder(raw, checkpoint.config)
+        if checkpoint.adapter is not None:
+            return add_base(raw, checkpoint, given, base, chain)
+        if base is not None:
+            raise UserError(f"{raw.name} is a complete model; base= is for low-rank updates")
+        return checkpoint
     except OSError as error:
         raise UserError(f"{os.fspath(source)} cannot be read: {brief(error)}") from None
 
@@ -126,20 +153,33 @@ def check_shape(stored: Mapping[str, Any], config: ModelConfig) -> None:
             raise UserError(f"it has {key}={stored[key]!r} and the weights beside it have {value}")
 
 
+def check_folder(raw: RawCheckpoint, config: ModelConfig) -> None:
+    """Raise UserError for a folder whose config.json has another depth or width than its weights."""
+    inner = [raw.config.get(key) for key in ("model_args", "vision_config")]  # timm's; a pair's with a text model
+    for part in [x for x in inner if isinstance(x, Mapping)] or [raw.config]:
+        try:
+            check_shape({key: part[key] for key in DIMENSIONS if part.get(key) is not None}, config)
+        except UserError as error:
+            raise UserError(f"config.json of {raw.name} is another model's: {error}") from None
+
+
 def parse_checkpoint(raw: RawCheckpoint, format: str, given: FormatDefaults, image_size: Size | None) -> Checkpoint:
     try:
         known = given.over(stored_settings(raw.beside)) if raw.beside else given
         parsed = FORMATS[format].read(raw, known, image_size)
         card = read_card(raw.beside, parsed.config) if raw.beside else parsed.card
-        tensors = to_vitlab(parsed.table, meta_model(parsed.config).state_dict(), parsed.tensors)
+        state, adapter = meta_model(parsed.config).state_dict(), parsed.adapter
+        state = state if adapter is None else adapter_state(state, adapter.rank)
+        tensors = to_vitlab(parsed.table, state, parsed.tensors)
     except UserError as error:
         is_named = raw.name in str(error) or str(raw.tensors.path) in str(error)
         raise error if is_named else UserError(f"{raw.name}: {error}") from None
     log_defaults(raw, format, parsed)
-    labels = None if card.labels is None else tuple(map(valid_text, card.labels))
+    names = card.labels or imagenet_names(raw, format, parsed.config.classes)
+    labels = None if names is None else tuple(map(valid_text, names))
     provenance = card.provenance or origin_of(raw, format)
     card = dataclasses.replace(card, preprocess=parsed.card.preprocess, labels=labels, provenance=provenance)
-    return Checkpoint(parsed.config, tensors, card)
+    return Checkpoint(parsed.config, tensors, card, adapter)
 
 
 def find_origin(source: str | os.PathLike[str]) -> dict[str, str]:
@@ -154,58 +194,33 @@ def origin_of(raw: RawCheckpoint, format: str) -> dict[str, str]:
     return origin | ({} if commit is None else {"commit": commit})
 
 
-# ---- open
+# ---- low-rank updates and their base
 
 
-def open_source(source: str | os.PathLike[str]) -> RawCheckpoint:
-    name = os.fspath(source)
-    path = Path(name).expanduser()
-    if path.is_file():
-        return open_file(name, path)
-    if path.is_dir():
-        return open_folder(name, path)
-    if isinstance(source, str) and hub.looks_like_id(source):
-        return open_folder(name, hub.fetch(source))
-    owner = name.partition("/")[0]
-    hint = f" ({owner}/ is a folder here, so this is not a hub id)" if Path(owner).is_dir() and owner else ""
-    raise UserError(f"there is no file or folder {name}{hint}")
-
-
-def open_file(name: str, path: Path) -> RawCheckpoint:
-    with contextlib.suppress(UserError):  # the weights of a run folder, whose config.json is theirs
-        if path.name == vitlab.WEIGHTS and vitlab.is_vitlab_folder(path.parent):
-            config = read_json(vitlab.find_config(path.parent))
-            return RawCheckpoint(name, open_tensors(path), config, {})
-    beside = read_beside(path)
-    config, processor = ({}, {}) if beside else find_configs(path.parent)
-    return RawCheckpoint(name, open_tensors(path), config, processor, beside, is_guess=bool(config))
-
-
-def find_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json and preprocessor_config.json of timm or transformers in the folder of a file; empty without."""
+def add_base(
+    raw: RawCheckpoint, own: Checkpoint, given: FormatDefaults, base: str | os.PathLike[str] | None, chain: int
+) -> Checkpoint:
+    """The complete model of low-rank updates: their base, at their image size and in float32, with them added."""
+    assert own.adapter is not None
+    if chain == LONGEST_CHAIN:
+        raise UserError(f"{raw.name} would be low-rank updates of updates for the {chain + 1}th time; merge some first")
+    place = find_base(own.adapter, raw.tensors.path.parent, raw.name) if base is None else base
+    under = read_checkpoint(place, FormatDefaults(), image_size=own.config.image_size, chain=chain + 1)
     try:
-        config, processor = read_configs(folder)
-    except (UserError, OSError) as error:
-        log.info("the config beside the weights is not used: %s", error)
-        return {}, {}
-    return (config, processor) if config.keys() & {"architecture", "arch", "model_type"} else ({}, {})
+        config = dataclasses.replace(under.config, image_size=own.config.image_size)
+        check_base(own.config, vitlab.apply_settings(config, given))
+        state = meta_model(own.config).state_dict()
+        check_growth(state, under.tensors, own.config.image_size)
+        model = fill_model(under.config, unify_dtype(under.tensors, str(place))).resize(own.config.image_size)
+        tensors = merge(state, model.state_dict(), own.tensors, own.adapter)
+    except UserError as error:
+        raise UserError(f"{place} cannot be the base of {raw.name}: {error}") from None
+    return Checkpoint(own.config, tensors, own.card)
 
 
-def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    files = [folder / "config.json", folder / "preprocessor_config.json"]
-    config, processor = (read_json(file) if file.is_file() else {} for file in files)
-    return config, processor
-
-
-def open_folder(name: str, path: Path) -> RawCheckpoint:
-    if vitlab.is_vitlab_folder(path):
-        config = read_json(vitlab.find_config(path))
-        return RawCheckpoint(name, open_tensors(path / vitlab.WEIGHTS), config, {})
-    weights = next((path / file for file in (vitlab.WEIGHTS, hub.OLD_WEIGHTS) if (path / file).is_file()), None)
-    if weights is None:
-        raise UserError(f"{name} has neither {vitlab.WEIGHTS} nor {hub.OLD_WEIGHTS}; name a file in it")
-    config, processor = read_configs(path)
-    return RawCheckpoint(name, open_tensors(weights), config, processor, read_beside(weights))
+def read_updates(folder: Path) -> Checkpoint:
+    """The low-rank updates in a folder, without their base."""
+    return parse_checkpoint(open_source(folder), vitlab.NAME, FormatDefaults(), None)
 
 
 # ---- recognize
@@ -221,7 +236,9 @@ def recognize_format(source: RawCheckpoint, format: str | None) -> str:
     if format is not None:
         check_format(format)
         return format
-    formats = [name for name, module in FORMATS.items() if module.recognizes(source)]
+    # the authors' names are timm's, and more
+    originals = [module.NAME for module in ORIGINALS if module.recognizes(source)]
+    formats = originals or [name for name, module in FORMATS.items() if module.recognizes(source)]
     if len(formats) == 1:
         return formats[0]
     if formats:
@@ -259,8 +276,8 @@ def replace_head(checkpoint: Checkpoint, classes: int, why: str = "") -> Checkpo
         config, drop = dataclasses.replace(config, prelogits=0), ["head.", "prelogits."]
     tensors = {name: x for name, x in checkpoint.tensors.items() if not name.startswith(tuple(drop))}
     if classes:
-        width = config.channels if isinstance(config, ResNetConfig) else config.width
-        zeros = tensors["norm.weight"].new_zeros
+        width = config.channels if isinstance(config, ResNetConfig) else config.features
+        zeros = next(iter(tensors.values())).new_zeros
         tensors |= {"head.weight": zeros(classes, width), "head.bias": zeros(classes)}
     removed = f"the head of {old.classes} classes" + (" and its pre-logits layer" if len(drop) > 1 else "")
     log.info("%s: %s%s", "replaced by zeros" if classes else "left out", removed, why and f"; {why}")

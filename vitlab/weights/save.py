@@ -1,18 +1,22 @@
 """`vitlab.save`: a model as a folder for `vitlab.load`."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from vitlab.errors import UserError
 from vitlab.files import atomic_path, write_errors
-from vitlab.models.config import Preprocess
+from vitlab.models.card import Card
+from vitlab.models.config import ModelConfig, Preprocess
 from vitlab.models.resnet import ResNet
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
 from vitlab.weights.formats.vitlab import check_temperature, check_thresholds, overwrite, write
+from vitlab.weights.lora import Adapter
 
 
 def save(
@@ -56,10 +60,16 @@ def save(
     check_temperature(old.temperature)
     card = replace(old, preprocess=preprocess or old.preprocess, labels=names, thresholds=limits)
     tensors = {name: tensor.detach().cpu() for name, tensor in inner.state_dict().items()}
-    path = Path(folder)
+    write_folder(inner.config, tensors, card, Path(folder))
+
+
+def write_folder(
+    config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path, adapter: Adapter | None = None
+) -> None:
+    """Write a model to a folder, new or not; with `adapter` the tensors are low-rank updates and their head."""
     if path.exists():
         with write_errors(path):
-            overwrite(inner.config, tensors, card, path)
+            overwrite(config, tensors, card, path, adapter)
     else:
         with atomic_path(path, folder=True) as new:
-            write(inner.config, tensors, card, new)
+            write(config, tensors, card, new, adapter)

@@ -6,6 +6,7 @@ Nothing in a file is ever run.
 """
 
 import contextlib
+import logging
 import math
 import pickle
 import zipfile
@@ -27,6 +28,7 @@ Shape = tuple[int, ...]
 
 BOMB_RATIO, BOMB_FLOOR = 16, 256_000_000  # weights hardly compress, except that zeros do
 MAX_RANK = 8
+log = logging.getLogger("vitlab")
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,9 @@ def unpickle(path: Path) -> object:
     if zipfile.is_zipfile(path):
         with open_zip(path) as archive:
             members = archive.infolist()
+        if any(info.filename.endswith("/constants.pkl") for info in members):
+            save = f"torch.save(torch.jit.load({path.name!r}, map_location='cpu').state_dict(), 'weights.pth')"
+            raise UserError(f"{path} is a TorchScript archive, which is code, so it is not loaded; once, run {save}")
         size = path.stat().st_size
         if any(info.compress_type for info in members) or sum(info.file_size for info in members) > size:
             raise UserError(f"{path} is compressed or claims more than its {size:,} bytes; torch.save writes neither")
@@ -202,7 +207,7 @@ def unpickle(path: Path) -> object:
 
 
 def find_state_dict(data: object, path: Path) -> dict[str, Tensor]:
-    for key in ("state_dict", "model"):  # training scripts wrap the weights once
+    for key in ("state_dict", "model", "teacher"):  # training scripts wrap the weights once
         if isinstance(data, Mapping) and isinstance(data.get(key), Mapping):
             data = data[key]
             break
@@ -211,4 +216,16 @@ def find_state_dict(data: object, path: Path) -> dict[str, Tensor]:
     for name, value in data.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise UserError(f"{path} is not a state dict: {name!r} is a {type(value).__name__}")
-    return dict(data)
+    return strip_prefixes(dict(data), path)
+
+
+def strip_prefixes(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Without what training puts before every name, and without the heads beside a backbone, which are logged."""
+    if tensors and all(name.startswith("module.") for name in tensors):
+        tensors = {name.removeprefix("module."): x for name, x in tensors.items()}
+    if "backbone.patch_embed.proj.weight" not in tensors:
+        return tensors
+    others = [name for name in tensors if not name.startswith("backbone.")]
+    if others:
+        log.info("%s: of %d tensors beside the backbone none is loaded: %s ...", path, len(others), others[0])
+    return {name.removeprefix("backbone."): x for name, x in tensors.items() if name.startswith("backbone.")}

@@ -60,6 +60,7 @@ function tokens(model, answer) {
 const POSITIONS = {
   "1d": "So a learned position is added to each token. The model was not given the grid; where the colors change smoothly, it has learned it.",
   "2d": "So a learned row and a learned column are added to each token.",
+  sincos2d: "So a fixed pattern of waves along rows and columns is added to each token.",
   sinusoidal: "So a fixed pattern of waves is added to each token, a different one for every position.",
   relative: "This model adds nothing to the tokens; instead the attention of each layer depends on how far apart any two of them are.",
   none: "This model gets no positions: it sees a set of patches without an order.",
@@ -67,20 +68,31 @@ const POSITIONS = {
 
 function positions(model, answer) {
   const [h, w] = model.grid;
-  const extra = model.pool === "token";
-  const words = [`A list of tokens has no left and right, no above and below. ${POSITIONS[model.positions]}`];
-  if (extra) {
-    words.push("One more token goes in front: the class token. It has no patch of its own; it collects what the answer needs.");
-  }
+  const only = model.rotary && model.positions === "none";
+  const added = only ? "" : ` ${POSITIONS[model.positions]}`;
+  const words = [`A list of tokens has no left and right, no above and below.${added}`];
+  if (model.rotary) words.push(ROTARY);
+  if (model.class_token) words.push(`One more token goes in front: the class token. It has no patch of its own${use(model)}.`);
+  if (model.registers) words.push(REGISTERS(model.registers));
+  const extra = Number(model.class_token) + model.registers;
   const grid = answer.steps.positions;
   return {
     title: "Each token gets its position",
     words,
-    shape: `${h * w}${extra ? " + 1" : ""} tokens × ${model.width} numbers`,
+    shape: `${h * w}${extra ? ` + ${extra}` : ""} tokens × ${model.width} numbers`,
     shown: grid ? colors(grid) : nothing("no positions are added here"),
     label: grid ? "The positions as a grid of colors: similar colors mean similar positions." : "No positions are added.",
   };
 }
+
+const ROTARY = "In every layer a token's queries and keys are turned by angles that grow with its row and column, so attention knows how far apart two patches are.";
+const REGISTERS = (count) =>
+  count === 1
+    ? "A register goes in front too: a token without a patch, in which the model keeps notes of its own."
+    : `${count} registers go in front too: tokens without a patch, in which the model keeps notes of its own.`;
+
+const seesToken = (model) => model.pool === "token" || model.pool === "token_mean";
+const use = (model) => (seesToken(model) ? "; it collects what the answer needs" : ", and the answer does not use it directly");
 
 const nothing = (text) => element("p", { className: "small" }, text);
 
@@ -89,11 +101,11 @@ const nothing = (text) => element("p", { className: "small" }, text);
 function depths(model, answer) {
   const blocks = answer.steps.depths.length;
   const each = answer.attention.length / blocks; // two attention maps a block where rows and columns take turns
-  const who = model.pool === "token" ? "the class token looks" : "the tokens look, on average";
+  const who = seesToken(model) ? "the class token looks" : "the tokens look, on average";
   const list = element("div", { className: "depths" });
   answer.steps.depths.forEach((grid, block) => {
     const maps = answer.attention.slice(block * each, (block + 1) * each).flat();
-    list.append(element("div", {}, heat(mean(maps)), colors(grid), element("span", {}, `${block + 1}`)));
+    list.append(element("div", {}, heat(mean(maps)), colors(grid), ...cells(model, answer, block, each), element("span", {}, `${block + 1}`)));
   });
   return {
     title: `${blocks} times over, the tokens look at each other`,
@@ -101,12 +113,34 @@ function depths(model, answer) {
       `In each of ${blocks} layers every token looks at all others (attention) and is then transformed on its own by an MLP. ` +
         `Above: where ${who} in that layer, yellow for most. Below: the tokens after it, as colors. At first they show what ` +
         "is in a patch; later, what the patch is part of.",
+      ...(model.registers ? [`The small cells are no patches: ${named(model)}; pointing at one shows how much of the attention goes to it.`] : []),
     ],
     shape: `${blocks} layers × ${model.heads} heads, each a table of which token looks at which`,
     shown: list,
     label: `For each of ${blocks} layers, a map of the attention and the tokens as colors.`,
     wide: true,
   };
+}
+
+const MOST_CELLS = 9;
+
+// The class token and the registers after a block: a cell each, in the colors of the patches.
+function cells(model, answer, block, each) {
+  if (!model.registers) return [];
+  const row = element("div", { className: "cells" });
+  const shares = answer.steps.prefix_attention[(block + 1) * each - 1];
+  answer.steps.prefix[block].slice(0, MOST_CELLS).forEach(([red, green, blue], i) => {
+    const name = model.class_token && i === 0 ? "class token" : `register ${i + 1 - Number(model.class_token)}`;
+    const swatch = element("i", {});
+    swatch.style.backgroundColor = `rgb(${red}, ${green}, ${blue})`;
+    row.append(element("span", { title: `${name}: ${percent(shares[i])} of the attention` }, swatch, name[0].toUpperCase()));
+  });
+  return [row];
+}
+
+function named(model) {
+  const registers = model.registers === 1 ? "R a register" : `R the ${model.registers} registers`;
+  return model.class_token ? `C is the class token, ${registers}` : registers;
 }
 
 export function mean(maps) {
@@ -123,7 +157,7 @@ function refusal({ refused, distance }) {
 }
 
 function classes(model, answer) {
-  const who = { token: "The class token", mean: "The mean of all tokens", attention: "A last look at all tokens" }[model.pool];
+  const who = { token: "The class token", mean: "The mean of all tokens", attention: "A last look at all tokens", token_mean: "The class token, with the mean of all patches," }[model.pool];
   const top = model.multi_label ? answer.classes : answer.classes.slice(0, 3);
   const rest = Math.max(0, 1 - top.reduce((sum, one) => sum + one.probability, 0));
   // probabilities of their own do not add up to one: a bar for each
@@ -140,7 +174,7 @@ function classes(model, answer) {
     words: [
       `One last matrix makes a score for each of the ${model.classes.toLocaleString("en")} classes, and ${become}`,
     ],
-    shape: `${model.width} numbers → ${model.classes.toLocaleString("en")} scores`,
+    shape: `${model.features} numbers → ${model.classes.toLocaleString("en")} scores`,
     shown: bars,
     label: model.multi_label
       ? "A bar for each class found, as long as its probability."

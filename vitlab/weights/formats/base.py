@@ -1,8 +1,8 @@
 """What every format must determine about a file.
 
-The shapes in a file determine the dimensions of its model, but not its heads, GELU, epsilons or preprocessing. Of
-these, the caller's value comes first, then that of a config beside the weights, then the format's default, which is
-logged.
+The shapes in a file determine the dimensions of its model, but not its heads, GELU, epsilons, rotary positions or
+preprocessing, and not always its pooling. Of these, the caller's value comes first, then that of a config beside the
+weights, then the format's default, which is logged.
 """
 
 import dataclasses
@@ -14,9 +14,21 @@ from typing import Annotated, Any, Protocol
 from torch import Tensor
 
 from vitlab.models.card import Card
-from vitlab.models.config import Gelu, ModelConfig, Preprocess, ResNetConfig, Size, Standardize
+from vitlab.models.config import (
+    LARGEST_SIDE,
+    Gelu,
+    ModelConfig,
+    Pool,
+    Preprocess,
+    ResNetConfig,
+    Rotary,
+    RotaryLayout,
+    Size,
+    Standardize,
+)
 from vitlab.settings import POSITIVE, Range
 from vitlab.weights.formats.table import Row
+from vitlab.weights.lora import Adapter
 from vitlab.weights.tensors import Shape, TensorFile
 
 
@@ -25,11 +37,16 @@ class FormatDefaults:
     """The settings that shapes do not determine; None where they are unknown."""
 
     heads: Annotated[int | None, Range(1), "attention heads"] = None
-    gelu: Annotated[Gelu | None, "exact GELU or its tanh approximation"] = None
+    gelu: Annotated[Gelu | None, "exact GELU, its tanh approximation, or x sigmoid(1.702 x)"] = None
     norm_eps: Annotated[float | None, POSITIVE, "eps of the layer norms"] = None
     group_eps: Annotated[float | None, POSITIVE, "eps of a stem's or ResNet's group norms"] = None
     standardize: Annotated[Standardize | None, "what weight standardization divides by"] = None
     standardize_eps: Annotated[float | None, POSITIVE, "eps of the weight standardization"] = None
+    pool: Annotated[Pool | None, "what the head sees, where the tensors allow several"] = None
+    rotary: Annotated[Rotary | None, "rotary positions of patches"] = None
+    rotary_layout: Annotated[RotaryLayout | None, "channels that turn together"] = None
+    rotary_base: Annotated[float | None, Range(above=1, most=1e9), "ratio of the rotary wavelengths"] = None
+    rotary_grid: Annotated[int | None, Range(0, LARGEST_SIDE), "cells to which rotary positions scale any grid"] = None
     preprocess: Annotated[Preprocess | None, "how photos become the model's input"] = None
 
     def over(self, other: "FormatDefaults") -> "FormatDefaults":
@@ -39,6 +56,10 @@ class FormatDefaults:
     def missing_in(self, other: "FormatDefaults") -> tuple[str, ...]:
         """The names of the values that are known here and not in the other."""
         return tuple(name for name, value in vars(self).items() if value is not None and vars(other)[name] is None)
+
+
+ROTARY = ("rotary", "rotary_layout", "rotary_base", "rotary_grid")
+OWN = ("heads", "gelu", "norm_eps", "pool", *ROTARY)  # a ViT's fields of the same name; the others are a ResNet's
 
 
 @dataclass(frozen=True)
@@ -66,23 +87,28 @@ class ParsedCheckpoint:
     defaulted: tuple[str, ...]  # names of the settings that are the format's default
     table: list[Row]
     tensors: TensorFile  # those that the table is for: a file may hold more, or have other names for them
+    adapter: Adapter | None = None  # where the tensors are updates of another file's
 
 
-class Format(Protocol):
-    """What the module of a format has."""
+class Reader(Protocol):
+    """What the module of a format has that is read."""
 
     @property
     def NAME(self) -> str: ...
+
+    def recognizes(self, source: RawCheckpoint) -> bool: ...
+
+    def read(self, source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> ParsedCheckpoint: ...
+
+
+class Format(Reader, Protocol):
+    """What the module of a format has that is read and written."""
 
     @property
     def SUFFIXES(self) -> tuple[str, ...]: ...  # of the files it writes; "" stands for a folder
 
     @property
     def PREPROCESS(self) -> Preprocess: ...  # what its own code usually does to images
-
-    def recognizes(self, source: RawCheckpoint) -> bool: ...
-
-    def read(self, source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> ParsedCheckpoint: ...
 
     def write(self, config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None: ...
 
@@ -92,7 +118,8 @@ class Format(Protocol):
 def settings_of(c: ModelConfig) -> FormatDefaults:
     """A model's own values of the settings that shapes do not determine."""
     resnet = c if isinstance(c, ResNetConfig) else c.stem
-    settings = FormatDefaults() if isinstance(c, ResNetConfig) else FormatDefaults(c.heads, c.gelu, c.norm_eps)
+    own = {} if isinstance(c, ResNetConfig) else {name: getattr(c, name) for name in OWN}
+    settings = FormatDefaults(**own)
     if resnet is None:
         return settings
     return dataclasses.replace(

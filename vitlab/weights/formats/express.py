@@ -1,9 +1,16 @@
 """What a format cannot express: a model that another library would compute differently is an error."""
 
+from collections.abc import Collection
+from dataclasses import fields as fields_of
+
 from vitlab.errors import UserError
-from vitlab.models.config import ModelConfig, Pool, PositionKind, ResNetConfig, ViTConfig
+from vitlab.models.config import Gelu, ModelConfig, Pool, PositionKind, ResNetConfig, ViTConfig
 from vitlab.text import listed
 from vitlab.weights.formats.base import FormatDefaults, settings_of
+
+# Fields that every ViT has, or that are checked one by one below and by `check_settings`; dropout is for training.
+COMMON = {"image_size", "patch", "depth", "width", "mlp", "heads", "classes", "stem", "pool", "prelogits", "positions"}
+COMMON |= {"placement", "attention", "gelu", "norm_eps", "dropout", "drop_path"}
 
 
 def cannot_express(target: str, part: str, fix: str = "") -> UserError:
@@ -18,8 +25,13 @@ def check_vit(
     pools: tuple[Pool, ...] = ("token",),
     positions: tuple[PositionKind, ...] = ("1d",),
     square: bool = False,
+    gelus: tuple[Gelu, ...] = ("exact", "tanh"),
+    fields: Collection[str] = (),
 ) -> ViTConfig:
-    """Refuse a model that is not a ViT with full attention and positions at the stem, or not as the target needs it."""
+    """Refuse a model that is not a ViT with full attention and positions at the stem, or not as the target needs it.
+
+    `fields` names the switches of later families that the target has; any other must have its default.
+    """
     if isinstance(c, ResNetConfig):
         raise cannot_express(target, "a ResNet")
     height, width = c.image_size
@@ -30,7 +42,11 @@ def check_vit(
         "a ResNet stem": c.stem is not None and not stem,
         f"pool='{c.pool}', only {listed(pools)}": c.pool not in pools,
         f"images that are not square ({height}x{width})": square and height != width,
+        f"gelu='{c.gelu}'": c.gelu not in gelus,
     }
+    for f in fields_of(ViTConfig):
+        if f.name not in COMMON and f.name not in fields:
+            faults[f"{f.name}={getattr(c, f.name)!r}"] = getattr(c, f.name) != f.default
     for part, is_fault in faults.items():
         if is_fault:
             raise cannot_express(target, part)

@@ -1,11 +1,13 @@
-"""transformers' ViTForImageClassification and ViTModel: a folder with config.json and preprocessor_config.json.
+"""transformers' Vision Transformers: a folder with config.json and preprocessor_config.json.
 
-ViTModel's pooler, a dense layer with tanh on the class token, is our pre-logits layer without a head. Since version 5
-the names in memory differ from those in files; both are read, the files' are written.
+Their tables are in `huggingface_families`. ViTModel's pooler, a dense layer with tanh on the class token, is our
+pre-logits layer without a head. CLIP's projection is a head whose biases are zero. What a file has beside an image
+model (a text model, a decoder, a mask token) is left out, which is logged.
 """
 
+import dataclasses
 import json
-import math
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,135 +18,184 @@ from torch import Tensor
 from vitlab.errors import UserError
 from vitlab.files import save_tensors
 from vitlab.models.card import Card
-from vitlab.models.config import Gelu, Interpolation, ModelConfig, Preprocess, Size, ViTConfig, as_size
-from vitlab.settings import from_json
+from vitlab.models.config import Gelu, ModelConfig, Pool, Preprocess, Size, ViTConfig, as_size
+from vitlab.settings import check_value
+from vitlab.text import listed
 from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
 from vitlab.weights.formats.express import cannot_express, check_vit
-from vitlab.weights.formats.shapes import count, read_vit
-from vitlab.weights.formats.table import Row, Transform, expand, from_vitlab, pair, row
+from vitlab.weights.formats.huggingface_families import (
+    CLIP,
+    DEIT,
+    DINOV2,
+    DINOV2_REGISTERS,
+    DINOV3,
+    FAMILIES,
+    REGISTERS,
+    SIGLIP,
+    VIT,
+    Family,
+    find_ratio,
+)
+from vitlab.weights.formats.huggingface_processor import describe_preprocess, has_processor, read_preprocess
+from vitlab.weights.formats.shapes import read_vit
+from vitlab.weights.formats.table import Row, expand, from_vitlab, refuse_foreign
 
 NAME = "huggingface"
 SUFFIXES = ("",)
 PREPROCESS = Preprocess(fit="stretch")
-DEFAULT = FormatDefaults(gelu="exact", norm_eps=1e-12, preprocess=PREPROCESS)
-ACTIVATIONS: dict[str, Gelu] = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
-RESAMPLE: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
-PATCHES = "embeddings.patch_embeddings.projection"
-JOIN3 = Transform(lambda xs: [torch.cat(list(xs))], lambda xs: xs[0].chunk(3))  # queries, keys and values
-
-# The names of a block's parts, in files and in memory.
-FILE = (
-    *("encoder.layer", "attention.attention.query", "attention.attention.key", "attention.attention.value"),
-    *("attention.output.dense", "intermediate.dense", "output.dense"),
-)
-MEMORY = (
-    *("layers", "attention.q_proj", "attention.k_proj", "attention.v_proj"),
-    *("attention.o_proj", "mlp.fc1", "mlp.fc2"),
-)
-
-
-def table(prefix: str, names: tuple[str, ...] = FILE) -> list[Row]:
-    layer, *qkv, out, up, down = names
-    block = f"{prefix}{layer}.#"
-    weights, biases = (tuple(f"{block}.{name}.{part}" for name in qkv) for part in ("weight", "bias"))
-    return [
-        *pair("embed", f"{prefix}{PATCHES}"),
-        row("token", f"{prefix}embeddings.cls_token"),
-        row("positions.table", f"{prefix}embeddings.position_embeddings"),
-        *pair("blocks.#.norm1", f"{block}.layernorm_before"),
-        Row(("blocks.#.attention.qkv.weight",), weights, JOIN3),
-        Row(("blocks.#.attention.qkv.bias",), biases, JOIN3),
-        *pair("blocks.#.attention.out", f"{block}.{out}"),
-        *pair("blocks.#.norm2", f"{block}.layernorm_after"),
-        *pair("blocks.#.mlp.up", f"{block}.{up}"),
-        *pair("blocks.#.mlp.down", f"{block}.{down}"),
-        *pair("norm", f"{prefix}layernorm"),
-        *pair("prelogits", f"{prefix}pooler.dense"),
-        *pair("head", "classifier"),
-    ]
+ACTIVATIONS: dict[str, Gelu] = {
+    "gelu": "exact",
+    "gelu_new": "tanh",
+    "gelu_pytorch_tanh": "tanh",
+    "quick_gelu": "quick",
+}
+GELUS = {"exact": "gelu", "tanh": "gelu_pytorch_tanh", "quick": "quick_gelu"}
+log = logging.getLogger("vitlab")
 
 
 # ---- reading
 
 
 def recognizes(source: RawCheckpoint) -> bool:
-    return any(name.removeprefix("vit.") == f"{PATCHES}.weight" for name in source.shapes)
+    return find_by_mark(source) is not None
+
+
+def find_by_mark(source: RawCheckpoint) -> Family | None:
+    """The family of a file by its tensors."""
+    marks = ((family, prefix + family.mark) for family in FAMILIES for prefix in family.prefixes)
+    return next((family for family, mark in marks if mark in source.shapes), None)
 
 
 def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> ParsedCheckpoint:
-    kind = source.config.get("model_type", "vit")
-    if kind != "vit":
-        raise UserError(f"{source.name} is a {kind!r} of transformers; of its models only 'vit' is supported")
-    prefix = "vit." if f"vit.{PATCHES}.weight" in source.shapes else ""
-    names = MEMORY if count(source, f"{prefix}layers.#.") else FILE
-    known = given.over(read_settings(source))
-    size = source.config.get("image_size")
-    config_size = None if size is None else as_size(size)
-    labels = read_labels(source)
-    return read_vit(source, table(prefix, names), known, DEFAULT, image_size, config_size=config_size, labels=labels)
+    family = find_family(source)
+    prefix = next((p for p in family.prefixes if p + family.patches in source.shapes), "")
+    has_head = any(r.theirs[0] in source.shapes for r in family.head)
+    registers = f"{prefix}{REGISTERS}"
+    lacks_registers = family in (DINOV2_REGISTERS, DINOV3) and registers not in source.shapes
+    source = leave_out(source, family, prefix, has_head)
+    table, is_gated = find_table(source, family, prefix)
+    config = image_config(source)
+    known = given.over(read_settings(source, family, config, is_gated))
+    size = config.get("image_size")
+    try:
+        if lacks_registers:
+            raise UserError(f"{source.name} lacks '{registers}'")  # a model without has an empty one
+        return read_vit(
+            source,
+            table,
+            known,
+            dataclasses.replace(family.default, heads=None),  # without a config, heads go by the width
+            image_size,
+            config_size=None if size is None else as_size(size),
+            pool=find_pool(source, family, config, has_head),
+            positions=family.positions,
+            table_rank=family.table_rank,
+            fields=tuple(family.holds),
+            values=family.values() | find_biases(source, family, table),
+            labels=read_labels(source),
+        )
+    except UserError:
+        refuse_foreign(table, source.tensors)  # a tensor of another architecture may be the reason
+        raise
 
 
-def read_settings(source: RawCheckpoint) -> FormatDefaults:
-    act = source.config.get("hidden_act")
-    if act is not None and act not in list(ACTIVATIONS):
-        raise UserError(f"{source.name} has the activation {act!r}; only GELU is supported")
-    pooler = source.config.get("pooler_act", "tanh")
+def find_family(source: RawCheckpoint) -> Family:
+    """The family that the config names; without a config, that of the tensors."""
+    kind = source.config.get("model_type")
+    named = next((family for family in FAMILIES if kind in list(family.kinds)), None)
+    if named is None and kind is not None:
+        kinds = listed(sorted({kind for family in FAMILIES for kind in family.kinds}))
+        raise UserError(f"{source.name} is a {kind!r} of transformers; of its models {kinds} are supported")
+    return named or find_by_mark(source) or VIT
+
+
+def leave_out(source: RawCheckpoint, family: Family, prefix: str, has_head: bool) -> RawCheckpoint:
+    """The checkpoint without the tensors that an image's features do not need, and without registers that are none."""
+    others = dict(family.left_out)
+    if has_head and family is SIGLIP:
+        others["head."] = "the attention pooling, which its classifier does not use"
+
+    def part(name: str) -> str | None:
+        return next((words for start, words in others.items() if name.removeprefix(prefix).startswith(start)), None)
+
+    parts = {name: part(name) for name in source.shapes}
+    if left := [words for words in dict.fromkeys(others.values()) if words in parts.values()]:
+        log.info("%s: left out %s", source.name, " and ".join(left))
+    empty = {f"{prefix}{REGISTERS}"} if source.shapes.get(f"{prefix}{REGISTERS}", ())[1:2] == (0,) else set()
+    shapes = {name: shape for name, shape in source.shapes.items() if parts[name] is None and name not in empty}
+    return dataclasses.replace(source, tensors=dataclasses.replace(source.tensors, shapes=shapes))
+
+
+def find_table(source: RawCheckpoint, family: Family, prefix: str) -> tuple[list[Row], bool]:
+    """The table for the names that a file has, and whether its MLPs are gated."""
+    for in_memory in (False, True):
+        for number, mlp in reversed(list(enumerate(family.mlps))):  # gated first: they have all names of plain ones
+            table = family.rows(prefix, mlp, in_memory)
+            rows = [r for r in table if r.ours[0] in ("blocks.#.attention.qkv.weight", "blocks.#.mlp.up.weight")]
+            if all(name.replace("#", "0") in source.shapes for r in rows for name in r.theirs):
+                return table, number > 0
+    return family.rows(prefix, family.mlps[0]), False
+
+
+def find_biases(source: RawCheckpoint, family: Family, table: list[Row]) -> dict[str, str]:
+    """Which of queries, keys and values have a bias, where a family leaves that open."""
+    names = next(r.theirs for r in table if "blocks.#.attention.qkv.bias" in r.ours)
+    q, k, v = (name.replace("#", "0") in source.shapes for name in names)
+    kind = "qv" if q and v and not k else "all" if q or k or v else "none"
+    held = family.holds.get("qkv_bias", ("all",))
+    return {"qkv_bias": kind} if held is None or kind in held else {}
+
+
+def find_pool(source: RawCheckpoint, family: Family, config: Mapping[str, Any], has_head: bool) -> Pool:
+    """What the head sees; without one what the class gives, and where SigLIP has no pooling, the mean."""
+    if has_head:
+        return family.head_pool
+    has_pooling = (
+        config.get("vision_use_head", True) if source.config else any(x.endswith("head.probe") for x in source.shapes)
+    )
+    return "mean" if family is SIGLIP and not has_pooling else family.pools[0]
+
+
+# ---- config.json
+
+
+def image_config(source: RawCheckpoint) -> Mapping[str, Any]:
+    """The part of the config about images: that of a pair with a text model is inside."""
+    config = source.config.get("vision_config", source.config)
+    if not isinstance(config, Mapping):
+        raise UserError(f"'vision_config' in the config of {source.name} must be an object, not {config!r}")
+    return config
+
+
+def read_settings(source: RawCheckpoint, family: Family, config: Mapping[str, Any], is_gated: bool) -> FormatDefaults:
+    """What a config has, and what its class assumes where it leaves something out; nothing without a config."""
+    preprocess = read_preprocess(source)
+    if not source.config:
+        return FormatDefaults(preprocess=preprocess)
+    pooler = config.get("pooler_act", "tanh")
     if pooler != "tanh":
         raise UserError(f"{source.name} has a pooler with {pooler!r}; only tanh is supported")
-    eps = source.config.get("layer_norm_eps")
-    if eps is not None and not isinstance(eps, int | float):
-        raise UserError(f"layer_norm_eps of {source.name} must be a number, not {eps!r}")
-    return FormatDefaults(
-        heads=source.config.get("num_attention_heads"),
-        gelu=None if act is None else ACTIVATIONS[act],
-        norm_eps=eps,
-        preprocess=read_preprocess(source),
-    )
+    names = {"heads": "num_attention_heads", "norm_eps": "layer_norm_eps", "rotary_base": "rope_theta"}
+    hints = {"heads": int, "norm_eps": float, "rotary_base": float}
+    values: dict[str, Any] = {}
+    for ours, theirs in names.items():
+        if config.get(theirs) is not None and (ours != "rotary_base" or family is DINOV3):
+            values[ours] = check_value(config[theirs], hints[ours], f"{theirs} of {source.name}")
+    stored = FormatDefaults(**values, gelu=read_gelu(source, family, config, is_gated), preprocess=preprocess)
+    return stored.over(dataclasses.replace(family.default, preprocess=None))
 
 
-def read_preprocess(source: RawCheckpoint) -> Preprocess | None:
-    data = source.processor
-    if not data:
-        return None
-    resample = data.get("resample", 2)
-    if resample not in list(RESAMPLE):
-        raise UserError(f"{source.name} prepares images by resample={resample!r}; 0, 1, 2 and 3 are supported")
-    fields: dict[str, Any] = {"interpolation": RESAMPLE[resample], "fit": "stretch"}
-    edge, crop = find_side(data.get("size"), "shortest_edge"), data.get("crop_size")
-    cut = min(find_side(crop, "height"), find_side(crop, "width"))
-    if edge and cut and data.get("do_center_crop", True):
-        fields |= {"fit": "crop", "crop": find_share(cut, edge, data.get("crop_pct"))}
-    elif edge:
-        fields |= {"fit": "crop", "crop": 1.0}
-    normal = data.get("do_normalize", True)
-    mean, std = data.get("image_mean", [0.5] * 3), data.get("image_std", [0.5] * 3)
-    fields |= {"mean": mean, "std": std} if normal else {"mean": [0.0] * 3, "std": [1.0] * 3}
-    scale = data.get("rescale_factor", 1 / 255)
-    if not isinstance(scale, int | float) or abs(scale * 255 - 1) > 1e-6:
-        raise UserError(f"{source.name} scales pixels by {scale!r}; only 1/255 is supported")
-    return from_json(Preprocess, fields)
-
-
-def find_side(size: object, key: str) -> int:
-    """The length under a key of a processor's `size`, or 0."""
-    value = size.get(key) if isinstance(size, Mapping) else None
-    return value if type(value) is int and value > 0 else 0
-
-
-def find_share(cut: int, edge: int, stored: object) -> float:
-    """What share `cut` is of a scaled side of `edge` pixels: of those that give this side back, the shortest number.
-
-    224 of 248 is 0.9, which scales to 248; 224 / 248 may not, by rounding. A stored share that fits is kept.
-    """
-    if isinstance(stored, float) and 0 < stored <= 1 and int(cut / stored) == edge:
-        return stored
-    if cut >= edge:
-        return 1.0
-    for digits in range(1, 16):
-        share = math.floor(cut / edge * 10**digits) / 10**digits
-        if share and int(cut / share) == edge:
-            return share
-    return math.nextafter(cut / edge, 0)
+def read_gelu(source: RawCheckpoint, family: Family, config: Mapping[str, Any], is_gated: bool) -> Gelu | None:
+    act = config.get("hidden_act")
+    if is_gated and family is not DINOV3:
+        return "exact"  # DINOv2's gate is SiLU, whatever the config has
+    if is_gated and act != "silu":
+        raise UserError(f"{source.name} has gates with {act or 'gelu'!r}; only 'silu' is supported")
+    if is_gated or act is None:
+        return "exact" if is_gated else None
+    if act not in list(ACTIVATIONS):
+        raise UserError(f"{source.name} has the activation {act!r}; only GELU is supported")
+    return ACTIVATIONS[act]
 
 
 def read_labels(source: RawCheckpoint) -> object:
@@ -165,70 +216,106 @@ def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
     return card.thresholds is None and card.temperature == 1 and has_processor(config, card)
 
 
-def has_processor(config: ModelConfig, card: Card) -> bool:
-    """None of transformers' processors scales a photo to cover an input that is not square; theirs would pad it."""
-    height, width = config.image_size
-    return card.preprocess.fit == "stretch" or height == width
-
-
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
-    c = check_vit(config, NAME)
-    if c.classes and c.prelogits:
-        raise cannot_express(NAME, "a pre-logits layer under a head")
-    theirs = from_vitlab(expand(table("vit." if c.classes else ""), c), tensors)
+    config, tensors = place_prefix(config, tensors)
+    family = pick_family(config)
+    c = check_family(config, family)
+    if family is CLIP and c.classes and tensors["head.bias"].any():
+        raise cannot_express(f"{NAME}'s {family.headed}", "a head with biases", "its projection has none")
+    prefix = family.prefix if c.classes else family.bare_prefix
+    theirs = from_vitlab(expand(family.rows(prefix, family.mlps[c.mlp_kind == "swiglu"]), c), tensors)
+    theirs |= {prefix + name: tensor for name, tensor in empty_tensors(family, c, tensors).items()}
     save_tensors(theirs, path / "model.safetensors", {"format": "pt"})
-    (path / "config.json").write_text(json.dumps(describe_model(c, card), indent=2))
+    (path / "config.json").write_text(json.dumps(describe_model(family, c, card), indent=2))
     if has_processor(c, card):
         text = json.dumps(describe_preprocess(c, card.preprocess), indent=2)
         (path / "preprocessor_config.json").write_text(text)
 
 
-def describe_model(c: ViTConfig, card: Card) -> dict[str, Any]:
-    labels = card.labels or default_labels(c.classes).values()
+def place_prefix(c: ModelConfig, tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, Mapping[str, Tensor]]:
+    """A class token without a position as one whose position is zero, which every table here has a row for."""
+    if not isinstance(c, ViTConfig) or c.prefix_positions != "none" or c.positions != "1d" or not c.token:
+        return c, tensors
+    table = tensors["positions.table"]
+    placed = torch.cat([table.new_zeros(len(table), 1, c.width), table], 1)
+    return dataclasses.replace(c, prefix_positions="token"), {**tensors, "positions.table": placed}
+
+
+def pick_family(c: ModelConfig) -> Family:
+    """The family whose classes are nearest to a model."""
+    if not isinstance(c, ViTConfig):
+        return VIT
+    if c.rotary != "none":
+        return DINOV3
+    if c.norm_before:
+        return CLIP
+    if c.layer_scale:
+        return DINOV2_REGISTERS if c.registers else DINOV2
+    if c.pool in SIGLIP.pools:
+        return SIGLIP
+    return DEIT if c.registers else VIT
+
+
+def check_family(config: ModelConfig, family: Family) -> ViTConfig:
+    """Refuse a model that its family's classes would compute differently."""
+    has_head = bool(config.classes)
+    if has_head and not family.headed:
+        raise cannot_express(f"{NAME}'s {family.body}", "a head", "load the model with classes=0 and save that")
+    target = f"{NAME}'s {family.headed if has_head else family.body}"
+    pools = (family.head_pool,) if has_head else family.pools
+    c = check_vit(
+        config,
+        target,
+        pools=pools,
+        positions=(family.positions,),
+        square=family.square,
+        gelus=("exact", "tanh", "quick"),
+        fields=family.holds,
+    )
+    for name, held in family.holds.items():
+        value = getattr(c, name)
+        if held is not None and value not in held and not (name == "prefix_positions" and c.positions == "none"):
+            raise cannot_express(target, f"{name}={value!r}")
+    if c.prelogits and (has_head or not family.pooler):
+        raise cannot_express(target, "a pre-logits layer under a head" if has_head else "a pre-logits layer")
+    if family in (DINOV2, DINOV2_REGISTERS) and not find_ratio(c):
+        raise cannot_express(target, f"mlp={c.mlp}, only what an integer mlp_ratio gives")
+    return c
+
+
+def empty_tensors(family: Family, c: ViTConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a family's classes expect in a file and do not use for features; or registers where there are none."""
+    shapes = {name: (1,) * (axes - 1) + (c.width,) for name, axes in family.zeros.items()}
+    if family is DINOV3 and not c.registers:
+        shapes[REGISTERS] = (1, 0, c.width)
+    return {name: tensors["embed.weight"].new_zeros(shape) for name, shape in shapes.items()}
+
+
+def describe_model(family: Family, c: ViTConfig, card: Card) -> dict[str, Any]:
     height, width = c.image_size
-    data: dict[str, Any] = {
-        "architectures": ["ViTForImageClassification" if c.classes else "ViTModel"],
-        "model_type": "vit",
+    gate = {"hidden_act": "silu"} if c.mlp_kind == "swiglu" and family is DINOV3 else {}
+    body = {
         "image_size": height if height == width else [height, width],
         "num_channels": 3,
         "patch_size": c.patch,
         "hidden_size": c.width,
-        "intermediate_size": c.mlp,
         "num_hidden_layers": c.depth,
         "num_attention_heads": c.heads,
-        "hidden_act": "gelu_pytorch_tanh" if c.gelu == "tanh" else "gelu",
+        "hidden_act": GELUS[c.gelu],
         "layer_norm_eps": c.norm_eps,
-        "qkv_bias": True,
         "hidden_dropout_prob": c.dropout,
         "attention_probs_dropout_prob": 0.0,
+        **family.extra(c),
+        **gate,
     }
-    if c.prelogits:
-        data |= {"pooler_output_size": c.prelogits, "pooler_act": "tanh"}
-    if c.classes:
-        data |= {"id2label": {str(i): name for i, name in enumerate(labels)}}
-        data |= {"label2id": {name: i for i, name in enumerate(labels)}}
-    return data
-
-
-def describe_preprocess(c: ViTConfig, p: Preprocess) -> dict[str, Any]:
-    height, width = c.image_size
-    data: dict[str, Any] = {
-        "image_processor_type": "ViTImageProcessor",
-        "do_resize": True,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(p.mean),
-        "image_std": list(p.std),
-        "resample": next(number for number, name in RESAMPLE.items() if name == p.interpolation),
-        "size": {"height": height, "width": width},
+    if not c.classes or family is CLIP:
+        return {"architectures": [family.headed if c.classes else family.body], "model_type": family.kind, **body}
+    labels = card.labels or default_labels(c.classes).values()
+    names = {
+        "id2label": {str(i): name for i, name in enumerate(labels)},
+        "label2id": {name: i for i, name in enumerate(labels)},
     }
-    if p.fit == "crop":
-        data |= {
-            "image_processor_type": "BitImageProcessor",  # ViT's own cannot crop
-            "size": {"shortest_edge": int(height / p.crop)},  # as evaluation scales: down to an integer
-            "do_center_crop": True,
-            "crop_size": {"height": height, "width": width},
-            "crop_pct": p.crop,  # for us alone: at another image size the share counts
-        }
-    return data
+    if family is SIGLIP:
+        body = {"vision_config": {"model_type": family.kind, **body}}
+    kind = family.head_kind or family.kind
+    return {"architectures": [family.headed], "model_type": kind, **body, **names}

@@ -6,6 +6,7 @@ applying `from_vitlab` to our own shapes, so that a wrong tensor is reported bef
 Shapes: D width, H heads, K head width, C channels.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from vitlab.errors import UserError
 from vitlab.models.config import ModelConfig, ViTConfig
+from vitlab.models.meta import meta_model
 from vitlab.weights.tensors import Shape, TensorFile
 
 TensorsFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -61,12 +63,9 @@ def pair(ours: str, theirs: str) -> list[Row]:
 
 
 def expand(table: Sequence[Row], c: ModelConfig) -> list[Row]:
-    """The rows of one model: those of the parts it has, those with a `#` once for each block."""
-    optional: dict[str, object] = {"head": c.classes}
-    if isinstance(c, ViTConfig):
-        optional |= {"token": c.token, "positions": c.positions == "1d"}
-        optional |= {"pool": c.pool == "attention", "prelogits": c.prelogits}
-    present = [r for r in table if optional.get(r.ours[0].partition(".")[0], True)]
+    """The rows of one model: those of the tensors it has, those with a `#` once for each block."""
+    own = tensor_names(c)
+    present = [r for r in table if own.issuperset(r.ours)]
     rows: list[Row] = []
     for is_block, group in groupby(present, lambda r: "#" in r.ours[0]):
         if is_block and isinstance(c, ViTConfig):
@@ -75,6 +74,12 @@ def expand(table: Sequence[Row], c: ModelConfig) -> list[Row]:
         else:
             rows += group
     return rows
+
+
+def tensor_names(c: ModelConfig) -> set[str]:
+    """The names of a model's tensors, with `#` for a block's number: all blocks have the same."""
+    one = dataclasses.replace(c, depth=1) if isinstance(c, ViTConfig) else c
+    return {name.replace("blocks.0.", "blocks.#.") for name in meta_model(one).state_dict()}
 
 
 def number_block(i: int) -> Callable[[str], str]:
@@ -117,6 +122,9 @@ def from_vitlab(table: Sequence[Row], ours: Mapping[str, Tensor]) -> dict[str, T
     for r in table:
         made = r.transform.from_vitlab([ours[name] for name in r.ours])
         theirs |= {name: x.contiguous() for name, x in zip(r.theirs, made, strict=True)}
+    used = {name for r in table for name in r.ours}
+    if left := [name for name in ours if name not in used]:
+        raise UserError(f"the target format has no tensors for {quote_names(left)}")
     return theirs
 
 
@@ -136,6 +144,14 @@ def check_tensors(table: Sequence[Row], ours: Mapping[str, Tensor], file: Tensor
 def check_names(table: Sequence[Row], file: TensorFile) -> None:
     """The same for names alone."""
     raise_faults(name_faults(table, file), file)
+
+
+def refuse_foreign(table: Sequence[Row], file: TensorFile) -> None:
+    """Raise a UserError for tensors that no model of a table has, whatever their numbers; other faults come of them."""
+    patterns = (re.escape(name).replace(re.escape("#"), r"\d{1,6}") for r in table for name in r.theirs)
+    known = re.compile("|".join(patterns))
+    if others := [name for name in file.shapes if not known.fullmatch(name)]:
+        raise_faults([f"{quote_names(others)} {'does' if len(others) == 1 else 'do'} not belong"], file)
 
 
 def raise_faults(faults: Sequence[str], file: TensorFile) -> None:

@@ -1,104 +1,75 @@
-"""timm's ViTs (plain and hybrid) and BiT ResNets: state dicts, and the folders its hub models come in.
+"""timm's ViTs (plain, hybrid and those of later families) and BiT ResNets: state dicts, and the folders of its hub.
 
 A bare file has neither heads nor GELU nor preprocessing; a config.json in its folder names the architecture, from which
 they follow, and holds the preprocessing. Its fields may also stand at the top, without `pretrained_cfg`.
 """
 
+import dataclasses
 import json
 import logging
-import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vitlab.errors import UserError
 from vitlab.files import save_tensors
 from vitlab.models.card import Card
-from vitlab.models.config import Fit, Gelu, ModelConfig, Pool, Preprocess, ResNetConfig, Size, ViTConfig, as_size
+from vitlab.models.config import Fit, ModelConfig, Pool, Preprocess, ResNetConfig, Size, ViTConfig, as_size
 from vitlab.settings import from_json
 from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
-from vitlab.weights.formats.express import cannot_express, check_settings, check_vit
-from vitlab.weights.formats.shapes import HEADS, count_units, read_resnet, read_vit, stored_shape
-from vitlab.weights.formats.table import Row, Transform, expand, from_vitlab, pair, per_tensor, row, stage_rows
+from vitlab.weights.formats.express import check_settings, check_vit
+from vitlab.weights.formats.shapes import count_units, default_heads, read_resnet, read_vit, stored_shape
+from vitlab.weights.formats.table import expand, from_vitlab, refuse_foreign
+from vitlab.weights.formats.timm_describe import (
+    ACTIVATIONS,
+    POOLS,
+    bit_name,
+    check_names,
+    describe_arguments,
+    read_rotary,
+    vit_name,
+)
+from vitlab.weights.formats.timm_families import PREPROCESS as USUAL
+from vitlab.weights.formats.timm_families import (
+    Family,
+    check_arithmetic,
+    find_family,
+    is_gated,
+    named_settings,
+    usual_pool,
+)
+from vitlab.weights.formats.timm_table import STEM, Names, bit_table, vit_table
 
 NAME = "timm"
 SUFFIXES = (".safetensors", "")
-PREPROCESS = Preprocess(interpolation="bicubic", crop=0.9)
+PREPROCESS = USUAL
 BIT_PREPROCESS = Preprocess(crop=1.0)
 STD = FormatDefaults(group_eps=1e-5, standardize="variance", standardize_eps=1e-8)
-DEFAULT = FormatDefaults(gelu="exact", norm_eps=1e-6, preprocess=PREPROCESS)
 BIT_DEFAULT = FormatDefaults(preprocess=BIT_PREPROCESS).over(STD)
+FIELDS: tuple[str, ...] = (
+    "extra_token",
+    "registers",
+    "prefix_positions",
+    "embed_bias",
+    "norm_before",
+    "final_norm",
+    "layer_scale",
+)
+FIELDS += ("qkv_bias", "qk_norm", "attention_norm", "mlp_kind", "mlp_norm")
+FIELDS += ("rotary", "rotary_layout", "rotary_base", "rotary_grid")
 
-ACTIVATIONS: dict[str, Gelu] = {"gelu": "exact", "gelu_tanh": "tanh"}
 # Arguments that change nothing, or that follow from the tensors.
 HARMLESS = {"img_size", "patch_size", "in_chans", "embed_dim", "depth", "mlp_ratio", "num_classes", "class_token"}
 HARMLESS |= {"fc_norm", "pos_embed", "dynamic_img_size", "reg_tokens", "init_values", "qkv_bias", "qk_norm"}
-READ = {"num_heads", "act_layer", "global_pool"}
-# Architectures that differ from the others in what does not follow from the tensors.
-TANH = r"giantopt|patch32_siglip|large_patch16_siglip(_gap)?_512|so400m_patch16_siglip"
-ODD_HEADS = {"vit_base_patch16_gap_224": 16, "test_vit": 2}
-POOLS: dict[Pool, str] = {"token": "token", "mean": "avg", "attention": "map"}
+HARMLESS |= {"no_embed_class", "pre_norm", "final_norm", "scale_attn_norm", "scale_mlp_norm", "num_reg_tokens"}
+HARMLESS |= {"use_abs_pos_emb", "use_pre_transformer_norm", "use_post_transformer_norm", "use_fc_norm", "attn_type"}
+HARMLESS |= {"scale_attn_inner", "scale_mlp", "swiglu_mlp", "swiglu_align_to", "qkv_fused"}
+READ = {"num_heads", "act_layer", "global_pool", "use_post_norm", "pool_include_prefix", "use_rot_pos_emb", "rope_type"}
+READ |= {"rope_temperature", "rope_rotate_half", "rope_grid_indexing", "rope_grid_offset", "ref_feat_shape"}
 CROPS: dict[str, Fit] = {"center": "crop", "squash": "stretch"}
 log = logging.getLogger("vitlab")
-
-
-# ---- the tables
-
-STEM = "patch_embed.backbone."
-POINT = per_tensor(lambda x: x.flatten(1), lambda x: x[:, :, None, None])  # a 1x1 convolution as a dense layer
-SPLIT2 = Transform(lambda xs: xs[0].chunk(2), lambda xs: [torch.cat(list(xs))])  # keys and values
-VIT = [
-    *pair("embed", "patch_embed.proj"),
-    row("token", "cls_token"),
-    row("positions.table", "pos_embed"),
-    *pair("blocks.#.norm1", "blocks.#.norm1"),
-    *pair("blocks.#.attention.qkv", "blocks.#.attn.qkv"),
-    *pair("blocks.#.attention.out", "blocks.#.attn.proj"),
-    *pair("blocks.#.norm2", "blocks.#.norm2"),
-    *pair("blocks.#.mlp.up", "blocks.#.mlp.fc1"),
-    *pair("blocks.#.mlp.down", "blocks.#.mlp.fc2"),
-    *pair("norm", "norm"),
-    row("pool.probe", "attn_pool.latent"),
-    *pair("pool.q", "attn_pool.q"),
-    Row(("pool.k.weight", "pool.v.weight"), ("attn_pool.kv.weight",), SPLIT2),
-    Row(("pool.k.bias", "pool.v.bias"), ("attn_pool.kv.bias",), SPLIT2),
-    *pair("pool.out", "attn_pool.proj"),
-    *pair("pool.norm", "attn_pool.norm"),
-    *pair("pool.mlp.up", "attn_pool.mlp.fc1"),
-    *pair("pool.mlp.down", "attn_pool.mlp.fc2"),
-    *pair("prelogits", "pre_logits.fc"),
-    *pair("head", "head"),
-]
-UNIT = [r for k in (1, 2, 3) for r in (row(f"conv{k}.weight", f"conv{k}.weight"), *pair(f"norm{k}", f"norm{k}"))]
-
-
-def vit_table(stages: Sequence[int] | None) -> list[Row]:
-    """A ViT's table; `stages` are those of a hybrid's stem."""
-    if stages is None:
-        return VIT
-    root = f"{STEM}stem" if stages else STEM.rstrip(".")
-    shortcut = [row("shortcut.0.weight", "downsample.conv.weight"), *pair("shortcut.1", "downsample.norm")]
-    return [
-        row("stem.root.weight", f"{root}.conv.weight"),
-        *pair("stem.norm", f"{root}.norm"),
-        *stage_rows(stages, UNIT, shortcut, "stem.stages.{i}.{j}.", STEM + "stages.{i}.blocks.{j}."),
-        *VIT,
-    ]
-
-
-def bit_table(stages: Sequence[int]) -> list[Row]:
-    shortcut = [row("shortcut.weight", "downsample.conv.weight")]
-    return [
-        row("root.weight", "stem.conv.weight"),
-        *stage_rows(stages, UNIT, shortcut, "stages.{i}.{j}.", "stages.{i}.blocks.{j}."),
-        *pair("norm", "norm"),
-        row("head.weight", "head.fc.weight", POINT),
-        row("head.bias", "head.fc.bias"),
-    ]
 
 
 # ---- reading
@@ -111,26 +82,57 @@ def recognizes(source: RawCheckpoint) -> bool:
 
 
 def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> ParsedCheckpoint:
+    try:
+        return read_model(source, given, image_size)
+    except UserError:
+        if "patch_embed.proj.weight" in source.shapes:  # a tensor of another architecture may be the reason
+            stem = read_stem(source)
+            refuse_foreign(vit_table(Names.of_file(source.shapes), stem and stem[0]), source.tensors)
+        raise
+
+
+def read_model(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) -> ParsedCheckpoint:
     labels = source.config.get("label_names") or pretrained_config(source).get("label_names")
     if "stem.conv.weight" in source.shapes:
         stored = FormatDefaults(preprocess=read_preprocess(source, BIT_PREPROCESS))
         known = given.over(stored.over(STD) if architecture(source) else stored)
         stages, size = count_units(source, "stages.#.", "blocks.#."), read_size(source) or image_size
         return read_resnet(source, bit_table(stages), known, BIT_DEFAULT, size, stages, labels)
-    known = given.over(read_settings(source, stored_shape(source, "patch_embed.proj.weight", 4)[0]))
+    width, family = stored_shape(source, "patch_embed.proj.weight", 4)[0], find_family(source)
+    check_arithmetic(source, family, architecture(source), model_args(source), given.rotary is not None)
+    known, default = given.over(read_settings(source, family, width)), family.settings(width)
+    if architecture(source):
+        known = known.over(FormatDefaults(pool=find_pool(source, usual_pool(architecture(source), family))))
+    before = "norm_pre.weight" in source.shapes
     stem = read_stem(source)
     return read_vit(
         source,
-        vit_table(stem and stem[0]),
+        vit_table(find_names(source, known.over(default), width), stem and stem[0]),
         known,
-        DEFAULT.over(STD) if stem else DEFAULT,
+        default.over(STD) if stem else default,
         image_size,
         config_size=read_size(source),
         stem=stem,
-        pool=find_pool(source),
+        pool=find_pool(source, default.pool),
         positions="1d" if "pos_embed" in source.shapes else "none",
+        fields=FIELDS,
+        values={"embed_bias": not before} | ({"final_norm": "pooled"} if "fc_norm.weight" in source.shapes else {}),
         labels=labels,
     )
+
+
+def find_names(source: RawCheckpoint, settings: FormatDefaults, width: int) -> Names:
+    """Where a file's names differ; all models with rotary positions and biases of keys turn by columns first."""
+    names = Names.of_file(source.shapes)
+    columns = model_args(source).get("rope_grid_indexing", "xy") == "xy" and "blocks.0.attn.qkv.bias" in source.shapes
+    if settings.rotary != "cells" or not columns:
+        return names
+    heads = settings.heads if settings.heads is not None else default_heads(source, width)
+    if width % (2 * heads):
+        raise UserError(
+            f"{source.name} has a width of {width}, which {heads} heads with rotary positions do not divide"
+        )
+    return dataclasses.replace(names, swap=heads)
 
 
 def read_stem(source: RawCheckpoint) -> tuple[tuple[int, ...], int] | None:
@@ -143,14 +145,22 @@ def read_stem(source: RawCheckpoint) -> tuple[tuple[int, ...], int] | None:
     return stages, stored_shape(source, f"{STEM}stem.conv.weight", 4)[0]
 
 
-def find_pool(source: RawCheckpoint) -> Pool:
-    """The pooling that follows from the tensors; that of a folder's config must agree."""
+def find_pool(source: RawCheckpoint, usual: Pool | None) -> Pool:
+    """The pooling of a folder's config, which the tensors must allow, or that which follows from the tensors."""
     names = source.shapes
-    pool: Pool = "attention" if "attn_pool.latent" in names else "token" if "cls_token" in names else "mean"
+    fit: list[Pool] = ["attention"] if "attn_pool.latent" in names else ["token", "mean"]
+    if "cls_token" not in names and "token" in fit:
+        fit = ["mean"]
     stored = model_args(source).get("global_pool", source.config.get("global_pool"))
-    if stored is not None and stored != POOLS[pool]:
-        raise UserError(f"{source.name} pools by global_pool={stored!r} where its tensors fit {POOLS[pool]!r} alone")
-    return pool
+    if stored is not None:
+        pools = [pool for pool in fit if POOLS[pool] == stored]
+        if not pools:
+            words = " or ".join(repr(POOLS[pool]) for pool in fit)
+            raise UserError(f"{source.name} pools by global_pool={stored!r} where its tensors fit {words} alone")
+        return pools[0]
+    if "fc_norm.weight" in names and "mean" in fit:
+        return "mean"
+    return usual if usual in fit else fit[0]
 
 
 # ---- the folder's config.json
@@ -181,21 +191,26 @@ def pretrained_config(source: RawCheckpoint) -> Mapping[str, Any]:
     return find_object(source, source.config, "pretrained_cfg") or source.config
 
 
-def read_settings(source: RawCheckpoint, width: int) -> FormatDefaults:
+def read_settings(source: RawCheckpoint, family: Family, width: int) -> FormatDefaults:
     args = model_args(source)
     for key in args:
         if key not in HARMLESS | READ:
             raise UserError(f"{source.name} was built with {key}={args[key]!r}, which is not supported")
     act = args.get("act_layer")
+    if act == "silu" and is_gated(source):
+        act = None
     if act is not None and (not isinstance(act, str) or act not in ACTIVATIONS):
         raise UserError(f"{source.name} has the activation {act!r}; only GELU is supported")
     heads = args.get("num_heads", source.config.get("num_heads"))
-    settings = FormatDefaults(heads=heads, gelu=ACTIVATIONS[act] if act else None)
+    gelu = ACTIVATIONS[act] if act else None
+    settings: FormatDefaults = from_json(
+        FormatDefaults, {"heads": heads, "gelu": gelu, **read_rotary(source.name, dict(args))}
+    )
     if name := architecture(source):  # then timm's own defaults hold, with the exceptions by name
-        gelu: Gelu = "tanh" if re.search(TANH, name) else "exact"
-        heads = ODD_HEADS.get(name, HEADS.get(width))
-        eps, preprocess = source.config.get("norm_eps", 1e-6), read_preprocess(source, PREPROCESS)
-        settings = settings.over(FormatDefaults(heads, gelu, norm_eps=eps, preprocess=preprocess).over(STD))
+        eps = source.config.get("norm_eps")
+        named = FormatDefaults(norm_eps=eps).over(named_settings(name, family, width))
+        preprocess = read_preprocess(source, family.defaults.preprocess or PREPROCESS)
+        settings = settings.over(dataclasses.replace(named, preprocess=preprocess).over(STD))
     return settings
 
 
@@ -220,21 +235,6 @@ def read_size(source: RawCheckpoint) -> Size | None:
 
 # ---- writing
 
-STEMS = {
-    (2, 2, 2, 2): "vit_small_r26_s32_224",
-    (3, 4, 9): "vit_base_r50_s16_224",
-    (3, 4, 6, 3): "vit_large_r50_s32_224",
-    (): "vit_tiny_r_s16_p8_224",
-}
-BITS: dict[tuple[tuple[int, ...], int], str] = {
-    ((3, 4, 6, 3), 64): "resnetv2_50x1_bit",
-    ((3, 4, 6, 3), 192): "resnetv2_50x3_bit",
-    ((3, 4, 23, 3), 64): "resnetv2_101x1_bit",
-    ((3, 4, 23, 3), 192): "resnetv2_101x3_bit",
-    ((3, 8, 36, 3), 128): "resnetv2_152x2_bit",
-    ((3, 8, 36, 3), 256): "resnetv2_152x4_bit",
-}
-
 
 def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
     return folder and card.thresholds is None and card.temperature == 1
@@ -245,12 +245,12 @@ def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: 
     check_expressible(config)
     folder = path.is_dir()
     if not folder:
-        check_settings(config, "a timm file alone, without a folder's config.json,", FormatDefaults(gelu="exact"))
+        check_alone(config)
     description = describe_model(config, card) if folder else {}
     if isinstance(config, ResNetConfig):
         table = bit_table(config.stages)
     else:
-        table = vit_table(config.stem.stages if config.stem else None)
+        table = vit_table(Names.of_config(config), config.stem.stages if config.stem else None)
     theirs = from_vitlab(expand(table, config), tensors)
     save_tensors(theirs, path / "model.safetensors" if folder else path, {"format": "pt"})
     if folder:
@@ -262,10 +262,19 @@ def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: 
 def check_expressible(c: ModelConfig) -> None:
     if isinstance(c, ResNetConfig):
         return check_settings(c, NAME, STD)
-    c = check_vit(c, NAME, stem=True, pools=("token", "mean", "attention"), positions=("1d", "none"))
-    if c.prelogits:
-        raise cannot_express(NAME, "a pre-logits layer")
-    return check_settings(c, NAME, FormatDefaults(norm_eps=1e-6).over(STD))
+    pools: tuple[Pool, ...] = ("token", "mean", "attention")
+    gelus = tuple(ACTIVATIONS.values())
+    c = check_vit(c, NAME, stem=True, pools=pools, positions=("1d", "none"), gelus=gelus, fields=FIELDS)
+    check_names(c, NAME)
+    eps = FormatDefaults() if c.norm_eps == 1e-5 else FormatDefaults(norm_eps=1e-6)  # timm's architectures have both
+    return check_settings(c, NAME, eps.over(STD))
+
+
+def check_alone(c: ModelConfig) -> None:
+    """Refuse a GELU that no architecture would have for a file alone; those of CLIP exist with both."""
+    if isinstance(c, ViTConfig) and c.gelu == "quick" and c.norm_before:
+        return
+    check_settings(c, "a timm file alone, without a folder's config.json,", FormatDefaults(gelu="exact"))
 
 
 def describe_model(c: ModelConfig, card: Card) -> dict[str, Any]:
@@ -290,44 +299,3 @@ def describe_model(c: ModelConfig, card: Card) -> dict[str, Any]:
         **layers,
     }
     return data
-
-
-def describe_arguments(c: ViTConfig) -> dict[str, Any]:
-    ratio = c.mlp / c.width
-    while int(c.width * ratio) < c.mlp:  # timm rounds down
-        ratio = math.nextafter(ratio, math.inf)
-    return {
-        "img_size": list(c.image_size),
-        "patch_size": c.patch,
-        "embed_dim": c.width,
-        "depth": c.depth,
-        "num_heads": c.heads,
-        "mlp_ratio": ratio,
-        "global_pool": POOLS[c.pool],
-        "class_token": c.token,
-        "fc_norm": False,
-        "pos_embed": "learn" if c.positions == "1d" else "none",
-        "act_layer": "gelu_tanh" if c.gelu == "tanh" else "gelu",
-    }
-
-
-def vit_name(c: ViTConfig) -> str:
-    """An architecture to start from; the arguments give the rest."""
-    if c.stem is None:
-        sizes = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 1408: "giant"}
-        name = f"vit_{sizes.get(c.width, 'base')}_patch{c.patch}_224"
-        return name if name in PLAIN else "vit_base_patch16_224"
-    if c.stem.stages not in STEMS or c.stem.width != 64:
-        raise cannot_express("a timm folder", f"a stem with stages {c.stem.stages} and width {c.stem.width}", ALONE)
-    return STEMS[c.stem.stages]
-
-
-PLAIN = {f"vit_{size}_patch{patch}_224" for size in ("small", "base", "large") for patch in (16, 32)}
-PLAIN |= {"vit_tiny_patch16_224", "vit_huge_patch14_224", "vit_giant_patch14_224"}
-ALONE = "write a file that ends in .safetensors instead"
-
-
-def bit_name(c: ResNetConfig) -> str:
-    if (c.stages, c.width) not in BITS:
-        raise cannot_express("a timm folder", f"a ResNet with stages {c.stages} and width {c.width}", ALONE)
-    return BITS[c.stages, c.width]

@@ -3,6 +3,8 @@
 What refuses images (`card.unknown`) fits one set of weights alone, so it is in their file, by names that begin with
 "unknown.": the two cannot be mixed up, and one rename replaces both.
 
+The weights of a run with low-rank updates are the updates alone; config.json then has the place of their base.
+
 A new folder appears complete, by one rename. In an existing folder the new config is first written as
 config.next.json, then the weights are replaced by one rename, then config.json by another: at any moment one of the two
 configs has the weights' sha256, so an interrupted save leaves the old model or the new one.
@@ -20,12 +22,13 @@ from torch import Tensor
 from vitlab.errors import UserError
 from vitlab.files import fsync, largest_number, parse_json, read_json, save_tensors, sha256
 from vitlab.models.card import LARGEST_TEMPERATURE, Card
-from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig, Size, StemConfig, ViTConfig
+from vitlab.models.config import MOST_LAYERS, ModelConfig, Preprocess, ResNetConfig, Size, StemConfig, ViTConfig
 from vitlab.models.meta import meta_model
 from vitlab.models.unknown import Unknown
 from vitlab.settings import check_value, from_json, to_json
-from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
+from vitlab.weights.formats.base import OWN, FormatDefaults, ParsedCheckpoint, RawCheckpoint
 from vitlab.weights.formats.table import row
+from vitlab.weights.lora import Adapter, adapter_state, base_json, header_json, read_adapter
 from vitlab.weights.tensors import TensorFile
 
 NAME = "vitlab"
@@ -46,20 +49,24 @@ def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
     return True
 
 
-def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
-    """Write the two files into an empty folder."""
-    digest = write_weights(config, tensors, card, path / WEIGHTS)
-    (path / CONFIG).write_text(config_text(config, card, digest))
+def write(
+    config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path, adapter: Adapter | None = None
+) -> None:
+    """Write the two files into an empty folder; those of an adapter, if one is given."""
+    digest = write_weights(model_json(config, adapter), tensors, card, path / WEIGHTS)
+    (path / CONFIG).write_text(config_text(config, card, digest, path, adapter))
 
 
-def overwrite(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:
+def overwrite(
+    config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path, adapter: Adapter | None = None
+) -> None:
     """Write the two files into an existing folder, which at any moment holds the old model or the new one."""
     check_folder(path)
     if (path / NEXT).exists():
         finish_interrupted_save(path)
     weights, config_file = path / f"{WEIGHTS}.new", path / f"{NEXT}.new"
-    digest = write_weights(config, tensors, card, weights)
-    config_file.write_text(config_text(config, card, digest))
+    digest = write_weights(model_json(config, adapter), tensors, card, weights)
+    config_file.write_text(config_text(config, card, digest, path, adapter))
     for file in (weights, config_file):
         fsync(file)
     for old, new in ((config_file, path / NEXT), (weights, path / WEIGHTS), (path / NEXT, path / CONFIG)):
@@ -85,19 +92,20 @@ def check_folder(path: Path) -> None:
         raise UserError(f"{path} holds another program's model; save to a folder of its own")
 
 
-def write_weights(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> str:
+def write_weights(about: dict[str, Any], tensors: Mapping[str, Tensor], card: Card, path: Path) -> str:
     # one entry: several have no fixed order, and the same model must give the same bytes
-    metadata = {FORMAT: json.dumps(model_json(config))}
+    metadata = {FORMAT: json.dumps(about)}
     refusing = {} if card.unknown is None else card.unknown.tensors()
     named = {**tensors, **{UNKNOWN + name: tensor for name, tensor in refusing.items()}}
     save_tensors({name: tensor.contiguous() for name, tensor in named.items()}, path, metadata)
     return sha256(path)
 
 
-def config_text(config: ModelConfig, card: Card, digest: str) -> str:
+def config_text(config: ModelConfig, card: Card, digest: str, folder: Path, adapter: Adapter | None) -> str:
     data = {
         "format": FORMAT,
-        "model": model_json(config),
+        "model": model_json(config, adapter),
+        **({} if adapter is None else {"base": base_json(adapter, folder)}),
         "preprocess": to_json(card.preprocess),
         "labels": card.labels,
         "provenance": card.provenance,
@@ -108,8 +116,9 @@ def config_text(config: ModelConfig, card: Card, digest: str) -> str:
     return json.dumps(data, indent=2) + "\n"
 
 
-def model_json(config: ModelConfig) -> dict[str, Any]:
-    return {"kind": "vit" if isinstance(config, ViTConfig) else "resnet", **to_json(config)}
+def model_json(config: ModelConfig, adapter: Adapter | None = None) -> dict[str, Any]:
+    about = {"kind": "vit" if isinstance(config, ViTConfig) else "resnet", **to_json(config)}
+    return about if adapter is None else about | {"lora": header_json(adapter)}
 
 
 # ---- reading
@@ -142,9 +151,11 @@ def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) 
     """Read a folder's config.json, which must agree with the weights' header, or a bare file's header alone."""
     where = f"the config in the header of {source.name}"
     header = parse_json(source.tensors.metadata.get(FORMAT, "").encode(), where)
-    config = model_config(header, len(source.shapes))
     if source.config and source.config.get("model") != header:
         raise UserError(f"{source.name} has one model in its {CONFIG} and another in its weights' header")
+    lora = header.pop("lora", None)
+    adapter = None if lora is None else read_adapter(lora, source.config.get("base"))
+    config = model_config(header, len(source.shapes) if adapter is None else MOST_LAYERS)  # its layers are the base's
     card = read_card(source.config, config) if source.config else Card()
     tensors, unknown = read_unknown(source)
     card = dataclasses.replace(card, preprocess=given.preprocess or card.preprocess, unknown=unknown)
@@ -152,8 +163,9 @@ def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) 
         raise UserError("a multi-label model finds no class in an image that has none; it cannot refuse one as well")
     defaulted = () if source.config or given.preprocess else ("preprocess",)
     config = apply_settings(config, given)
-    table = [row(name, name) for name in meta_model(config).state_dict()]
-    return ParsedCheckpoint(config, card, defaulted, table, tensors)
+    state = meta_model(config).state_dict()
+    table = [row(name, name) for name in (state if adapter is None else adapter_state(state, adapter.rank))]
+    return ParsedCheckpoint(config, card, defaulted, table, tensors, adapter)
 
 
 def read_unknown(source: RawCheckpoint) -> tuple[TensorFile, Unknown | None]:
@@ -224,7 +236,7 @@ def check_temperature(value: float) -> float:
 
 def apply_settings(config: ModelConfig, given: FormatDefaults) -> ModelConfig:
     """The config with the values that the caller has given."""
-    own = {"heads": given.heads, "gelu": given.gelu, "norm_eps": given.norm_eps}
+    own = {name: getattr(given, name) for name in OWN}
     group = {"standardize": given.standardize, "standardize_eps": given.standardize_eps, "norm_eps": given.group_eps}
     if isinstance(config, ResNetConfig):
         return replace_given(config, group)

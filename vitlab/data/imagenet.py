@@ -1,6 +1,10 @@
-"""ImageNet's 1,000 classes in their order, by synset (n01440764) and by WordNet's names (tench, Tinca tinca)."""
+"""ImageNet's 1,000 classes in their order, by synset (n01440764) and by WordNet's names (tench, Tinca tinca).
+
+The 21,843 classes of the authors' 21k weights have a synset and a first name each.
+"""
 
 import functools
+import gzip
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +13,10 @@ import numpy as np
 
 from vitlab.data.rng import Ints
 
-CLASSES = 1000
+CLASSES, CLASSES_21K = 1000, 21_843
 FILE = Path(__file__).with_name("imagenet.tsv")  # a synset and its names, a line for each class
+FILE_21K = Path(__file__).with_name("imagenet21k.tsv.gz")  # written by benchmarks/imagenet21k_names.py
+SECOND = {134: "crane bird", 639: "maillot tank suit"}  # whose first names are those of other classes
 
 
 @functools.cache
@@ -25,6 +31,20 @@ def class_names() -> tuple[str, ...]:
 
 
 @functools.cache
+def short_names() -> tuple[str, ...]:
+    """One name for each class, as torchvision calls them; no two have the same."""
+    return tuple(SECOND.get(i, names.partition(",")[0]) for i, names in enumerate(class_names()))
+
+
+@functools.cache
+def names_21k() -> tuple[str, ...]:
+    """One name for each class of 21k; one that several have is followed by the synset."""
+    pairs = [line.split("\t") for line in gzip.decompress(FILE_21K.read_bytes()).decode().splitlines()]
+    times = Counter(name for _, name in pairs)
+    return tuple(name if times[name] == 1 else f"{name} ({synset})" for synset, name in pairs)
+
+
+@functools.cache
 def _known() -> dict[str, int]:
     """The class of each word that means one class alone: its synset, all its names, or the first of them."""
     words = [(word, i) for i in range(CLASSES) for word in sorted(words_of(i))]
@@ -35,7 +55,7 @@ def _known() -> dict[str, int]:
 def words_of(number: int) -> set[str]:
     """What a class may be called."""
     names = class_names()[number]
-    return {synsets()[number], names, names.partition(",")[0]}
+    return {synsets()[number], names, names.partition(",")[0], short_names()[number]}
 
 
 def unknown_names(names: Sequence[str]) -> list[str]:
