@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from vitlab.errors import UserError
 from vitlab.models.config import ModelConfig, ResNetConfig, Size, StemConfig
@@ -63,7 +62,7 @@ def cost(make: Callable[[], Model]) -> Cost:
         for module in model.modules():
             if isinstance(module, nn.GroupNorm):  # a GPU's autocast computes these in float32, a CPU's does not
                 module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
-        with FlopCounter() as counter:  # type: ignore[no-untyped-call]
+        with FlopCounter() as counter:
             saved = saved_bytes(model)
     # the others are weights and their casts
     activations = sum(size for size in saved if size % BATCH == 0)
@@ -115,14 +114,20 @@ class FlopCounter(TorchDispatchMode):
 
     flops = 0
 
+    def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry  # imports triton, if there is one
+
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.formulas = flop_registry
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out, name = func(*args, **(kwargs or {})), func._overloadpacket
         if name is FLASH:
             self.flops += attention_flops(*(x.shape for x in args[:3]))
-        elif name in flop_registry:
-            self.flops += flop_registry[name](*args, **(kwargs or {}), out_val=out)
+        elif name in self.formulas:
+            self.flops += self.formulas[name](*args, **(kwargs or {}), out_val=out)
         return out
 
 

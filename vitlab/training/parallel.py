@@ -20,9 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -180,6 +178,8 @@ def wrap_module(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch have another name for it
             return DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False)
+    from torch.distributed.fsdp import fully_shard  # takes a second, which runs in one process do not need
+
     mesh = dist.device_mesh.init_device_mesh(cluster.device.type, (cluster.world,))
     for block in repeated_blocks(module):
         fully_shard(block, mesh=mesh)
@@ -201,18 +201,28 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
 
 def gradient_sync(module: nn.Module, last: bool) -> AbstractContextManager[None]:
     """The context of a micro-batch's passes: gradients are exchanged after the last one of a step only."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(last)
+    if dist.is_initialized():
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last)
     return module.no_sync() if isinstance(module, DistributedDataParallel) and not last else nullcontext()
 
 
 def gather_full(tensor: Tensor) -> Tensor:
     """A complete tensor, gathered from the processes that hold its shards."""
+    if not dist.is_initialized():  # without a group there are no shards
+        return tensor
+    from torch.distributed.tensor import DTensor
+
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def place_like(tensor: Tensor, like: Tensor) -> Tensor:
     """A tensor on the device of another one, and sharded if that one is."""
-    if isinstance(like, DTensor) and not isinstance(tensor, DTensor):
-        return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+    if dist.is_initialized():
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        if isinstance(like, DTensor) and not isinstance(tensor, DTensor):
+            return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
     return tensor.to(like.device)

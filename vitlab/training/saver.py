@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,8 +12,10 @@ from vitlab.training import checkpoint
 from vitlab.training.checkpoint import CheckpointMeta
 from vitlab.training.parallel import Cluster
 from vitlab.training.setup import RunSetup
-from vitlab.training.sharded import ShardedWriter
 from vitlab.weights.save import write_folder
+
+if TYPE_CHECKING:
+    from vitlab.training.sharded import ShardedWriter
 
 
 class Saver:
@@ -20,7 +23,7 @@ class Saver:
 
     def __init__(self, setup: RunSetup, cluster: Cluster, *, sharded: bool) -> None:
         self.setup, self.cluster = setup, cluster
-        self.writer = ShardedWriter(cluster) if sharded else None
+        self.writer = make_writer(cluster) if sharded else None
 
     def save(self, state: dict[str, Tensor], meta: CheckpointMeta, *, wait: bool) -> None:
         """Write checkpoints/last. A sharded run writes it in the background, unless it is to `wait`."""
@@ -62,3 +65,9 @@ class Saver:
             write_folder(setup.config, weights, card, folder, setup.adapter)
         except UserError as error:
             raise OSError(str(error)) from error  # `disk_errors` adds how to continue
+
+
+def make_writer(cluster: Cluster) -> "ShardedWriter":
+    from vitlab.training import sharded  # torch's checkpoints, which few runs need and which take a while to import
+
+    return sharded.ShardedWriter(cluster)

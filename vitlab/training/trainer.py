@@ -32,7 +32,6 @@ from vitlab.training.objectives import LOSSES, Classification, MultiLabel, Objec
 from vitlab.training.optim import Average, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from vitlab.training.parallel import Cluster, gather_full, gradient_sync, wrap_module
 from vitlab.training.setup import RunSetup, choose_micro, divisors, make_loaders
-from vitlab.training.sharded import read_state
 
 
 class Trainer:
@@ -104,6 +103,8 @@ class Trainer:
         if self.cluster.first:
             for reason in found.damaged:
                 warn(f"skipped the checkpoint {reason}")
+        from vitlab.training.sharded import read_state  # takes a while
+
         trained = self.core, self.optimizer, self.average
         checkpoint.restore_state(read_state(found.folder, checkpoint.expected_state(*trained)), *trained)
         self.cluster.barrier()
