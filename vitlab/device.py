@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,18 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((speed for key, speed in PEAKS.items() if key in name), None)
+
+
+SMALL = 3e7  # multiply-adds of a matrix product, below which a second thread saves nothing
+
+
+def few_threads(operations: float) -> AbstractContextManager[None]:
+    """One thread of torch for small products, of so many multiply-adds at most; numpy's threads do not follow it.
+
+    Threads of a product wait for the last one. On a busy machine that is a turn of the scheduler each time, and many
+    small products, as of an eigendecomposition, take twenty times as long as on one thread.
+    """
+    return cpu_threads(1 if operations < SMALL else None)
 
 
 @contextmanager

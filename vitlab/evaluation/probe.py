@@ -22,6 +22,7 @@ from torch import Tensor
 
 from vitlab.data.open import holdout_size, pick_per_class
 from vitlab.data.rng import HOLDOUT, Floats, Ints, keys
+from vitlab.device import few_threads
 from vitlab.errors import UserError
 from vitlab.evaluation.extract import Device, Features
 from vitlab.evaluation.fewshot import CHUNK, Standardizer, fit_standardizer
@@ -36,6 +37,12 @@ SHARE = 0.2  # of the training images, to choose l2 on
 
 
 # ---- one fit
+
+
+class LBFGS(torch.optim.LBFGS):
+    """torch's, whose parameters are added without a wrapper for torch.compile, which takes a second to import."""
+
+    add_param_group = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", torch.optim.LBFGS.add_param_group)
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ def logistic(
         return loss
 
     # n f rather than f: torch's L-BFGS learns from a step only where step times change of slope exceeds 1e-10
-    optimizer = torch.optim.LBFGS(
+    optimizer = LBFGS(
         [w],
         max_iter=STEPS,
         max_eval=2 * STEPS,
@@ -105,8 +112,9 @@ def logistic(
         history_size=HISTORY,
         line_search_fn="strong_wolfe",
     )
-    optimizer.step(closure)
-    _, gradient = objective(x, y, standardizer, w, l2, chunk, v)  # the line search may have ended elsewhere
+    with few_threads(min(chunk, len(x)) * w.numel()):
+        optimizer.step(closure)
+        _, gradient = objective(x, y, standardizer, w, l2, chunk, v)  # the line search may have ended elsewhere
     slope = float(gradient.abs().max()) / len(x)
     return Linear(standardizer, w, l2, int(optimizer.state[w]["n_iter"]), slope)
 

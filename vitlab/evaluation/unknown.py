@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vitlab.data.rng import HOLDOUT, Floats, Ints, keys
+from vitlab.device import few_threads
 from vitlab.errors import UserError
 from vitlab.evaluation.cross_validation import deal_folds
 from vitlab.evaluation.extract import Features
@@ -34,12 +35,14 @@ def fit_unknown(train: Features, held_out: Features | None = None, rate: float =
     if not 0 < rate < 1:
         raise UserError(f"the share of false refusals must be above 0 and below 1, not {rate:g}")
     train = draw_images(train)
+    n, d = train.values.shape
     try:
-        fitted = fit_classes(train.values, train.labels)
-        if held_out is None:
-            strange = out_of_fold(fit_strangeness, train)
-        else:
-            strange = fitted.strangeness(torch.from_numpy(held_out.values)).numpy().astype(np.float64)
+        with few_threads(max(n, d) * d**2):
+            fitted = fit_classes(train.values, train.labels)
+            if held_out is None:
+                strange = out_of_fold(fit_strangeness, train)
+            else:
+                strange = fitted.strangeness(torch.from_numpy(held_out.values)).numpy().astype(np.float64)
     except NoSpread:
         return None
     found = replace(fitted, held_out=torch.from_numpy(np.sort(strange)).float(), rate=rate)
@@ -78,13 +81,14 @@ def fit_classes(features: Values, labels: Ints) -> Unknown:
     inner = features - means[place]
     if n == c or np.abs(inner).max() < 1e-6 * np.abs(features).max():
         raise NoSpread
-    values, vectors = np.linalg.eigh(covariance(inner) * n / (n - c))
+    values, vectors = eigh(covariance(inner) * n / (n - c))
     whitening = vectors / np.sqrt(np.maximum(values, 1e-12 * values[-1]))
     center = means.mean(0)
-    white = (means - center) @ whitening
-    between = white.T @ white / max(1, c - 1) - np.eye(len(values)) * (1 / counts).mean()
-    spread, turn = np.linalg.eigh(between)
-    arrays = {"center": center, "projection": whitening @ turn, "spread": np.maximum(spread, 0), "means": white @ turn}
+    white = product(means - center, whitening)
+    between = product(white.T, white) / max(1, c - 1) - np.eye(len(values)) * (1 / counts).mean()
+    spread, turn = eigh(between)
+    arrays = {"center": center, "projection": product(whitening, turn)}
+    arrays |= {"spread": np.maximum(spread, 0), "means": product(white, turn)}
     arrays |= {"counts": counts.astype(np.float64), "held_out": np.zeros(0)}
     return Unknown(**{name: torch.from_numpy(array).float() for name, array in arrays.items()}, rate=RATE)
 
@@ -111,13 +115,27 @@ def covariance(x: Floats) -> Floats:
     the rows, over its squared distance from the target. So few images give a round covariance, many their own.
     """
     n, d = x.shape
-    s = x.T @ x / n
+    s = product(x.T, x) / n
     scale = np.trace(s) / d
     distance = (s**2).sum() - d * scale**2
     noise = ((x**2).sum(1) ** 2).sum() / n**2 - (s**2).sum() / n
     shrinkage = min(1.0, noise / distance) if distance > 0 else 1.0
     shrunk: Floats = (1 - shrinkage) * s + shrinkage * scale * np.eye(d)
     return shrunk
+
+
+# torch's products, whose threads can be limited
+
+
+def product(a: Floats, b: Floats) -> Floats:
+    found: Floats = (torch.from_numpy(a) @ torch.from_numpy(b)).numpy()
+    return found
+
+
+def eigh(a: Floats) -> tuple[Floats, Floats]:
+    """Eigenvalues, ascending, and eigenvectors as columns."""
+    values, vectors = torch.linalg.eigh(torch.from_numpy(a))
+    return values.numpy(), vectors.numpy()
 
 
 def auroc(known: Floats, unknown: Floats) -> float:
