@@ -194,7 +194,9 @@ def test_commands_have_the_runs_own_path(run: Path, page: Page) -> None:
 
 def subject_of(run: Path) -> Subject:
     config = vitlab.load(run).config
-    return Subject(str(run), read_history(run), config, open_data("digits"), cost(lambda: build(config)), 1)
+    found = cost(lambda: build(config))
+    numbers = found.parameters, found.forward_flops, 1
+    return Subject(str(run), read_history(run), config, open_data("digits"), *numbers)
 
 
 # ---- the page

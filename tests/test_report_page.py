@@ -186,13 +186,13 @@ def subject(stages: Stages | None = STAGED, data: str = "photos of mine", **reci
     )
     train, test = colors(320, 4), colors(40, 4)
     config = configure("Ti/16", {"image_size": (64, 64), "classes": 4, "depth": 1})
+    found = cost(lambda: build(config))
     return Subject(
         "runs/my run",
         history,
         config,
         Data("photos", train, test, colors(20, 4)),
-        cost(lambda: build(config)),
-        1,
+        *(found.parameters, found.forward_flops, 1),
         stages,
     )
 

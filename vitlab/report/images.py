@@ -15,6 +15,7 @@ from PIL import Image, ImageOps
 
 from vitlab.analysis.class_map import class_map
 from vitlab.data.images import BrokenImage
+from vitlab.data.rng import Ints
 from vitlab.data.source import ImageSource
 from vitlab.data.transforms import eval_pixels, normalize
 from vitlab.device import pick_device
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST = 12  # mistakes that are shown
+GROUP = 4  # whose attention is computed at once
 SIDE = 224  # pixels of their images: smaller ones are enlarged, larger ones reduced
 # The colors of the dark page in place of the light one's text, axes, grid and background.
 INK, FAINT, LINES, CARD = "#eceae5", "#8b9099", "#31353d", "#1c1f25"
@@ -100,34 +102,48 @@ def darken(figure: "Figure") -> None:
 
 
 def worst_mistakes(
-    tested: Evaluation, model: Model, source: ImageSource, device: str, done: Callable[[int], None]
+    tested: Evaluation,
+    model: Model,
+    source: ImageSource,
+    device: str,
+    done: Callable[[int], None],
+    *,
+    attention: bool = True,
 ) -> list[Mistake]:
-    """The most confident mistakes; only their images are read again. `done(1)` is called after each.
+    """The most confident mistakes, with attention where the model has some; only their images are read again.
 
-    Raises BrokenImage if one cannot be read any more.
+    `done(1)` is called after each. Raises BrokenImage if one cannot be read any more.
     """
     wrong = np.flatnonzero(tested.guesses != tested.labels)
-    worst = wrong[np.argsort(-tested.confidence[wrong], kind="stable")][:MOST]
+    worst = wrong[np.argsort(-tested.confidence[wrong], kind="stable")][:MOST].tolist()
     before, target = next(model.parameters()).device, pick_device(device)
     model.eval().to(target)
     mistakes = []
-    for i in worst.tolist():
-        place = i if tested.index is None else int(tested.index[i])
-        pixels = eval_pixels(source.image(place), model.config.image_size, model.card.preprocess)
-        image = resize_for_page(pixels.permute(1, 2, 0).numpy())
-        attention = jpeg_url(overlay_attention(model, pixels.to(target), image)) if isinstance(model, ViT) else None
-        truth, guess = tested.names[tested.labels[i]], tested.names[tested.guesses[i]]
-        mistakes.append(Mistake(tested.files[i], truth, guess, float(tested.confidence[i]), jpeg_url(image), attention))
-        done(1)
+    for start in range(0, len(worst), GROUP):
+        group = worst[start : start + GROUP]
+        places = group if tested.index is None else tested.index[group].tolist()
+        pixels = [eval_pixels(source.image(i), model.config.image_size, model.card.preprocess) for i in places]
+        images = [resize_for_page(one.permute(1, 2, 0).numpy()) for one in pixels]
+        seen: list[str | None] = [None] * len(group)
+        if attention and isinstance(model, ViT):
+            maps = evidence(model, torch.stack(pixels).to(target), tested.guesses[group])
+            seen = [jpeg_url(overlay_map(image, grid)) for image, grid in zip(images, maps, strict=True)]
+        for i, image, look in zip(group, images, seen, strict=True):
+            names = tested.names[tested.labels[i]], tested.names[tested.guesses[i]]
+            mistakes.append(Mistake(tested.files[i], *names, float(tested.confidence[i]), jpeg_url(image), look))
+            done(1)
     model.to(before)
     return mistakes
 
 
-@torch.no_grad()
-def overlay_attention(model: ViT, pixels: torch.Tensor, image: Bytes) -> Bytes:
-    """The evidence for the predicted class in pixels (3, h, w), in colors over the image as the page shows it."""
-    images = normalize(pixels[None], model.card.preprocess).to(next(model.parameters()).dtype)
-    grid = class_map(model, images, model(images).argmax(1))[0].float().cpu().numpy()
+def evidence(model: ViT, pixels: torch.Tensor, guesses: Ints) -> NDArray[np.float32]:
+    """Maps (b, h, w) of the evidence for the predicted classes (b,) in pixels (b, 3, height, width)."""
+    images = normalize(pixels, model.card.preprocess).to(next(model.parameters()).dtype)
+    return class_map(model, images, torch.from_numpy(guesses)).float().cpu().numpy()
+
+
+def overlay_map(image: Bytes, grid: NDArray[np.float32]) -> Bytes:
+    """A map in colors over the image as the page shows it."""
     return (255 * overlay(image / 255, grid)).round().clip(0, 255).astype(np.uint8)
 
 

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vitlab.cost import cost
+from vitlab.cost import forward_flops
 from vitlab.data.images import BrokenImage
 from vitlab.data.review_file import NAME as REVIEW
 from vitlab.data.review_file import Finding, read_review
@@ -21,7 +21,7 @@ from vitlab.evaluation.evaluate import evaluate, evaluate_sets
 from vitlab.evaluation.multi_result import MultiEvaluation
 from vitlab.evaluation.result import Evaluation
 from vitlab.files import write_text
-from vitlab.models.variants import Model, build
+from vitlab.models.variants import Model
 from vitlab.plots import curves, scores, style
 from vitlab.report.collect import collect, commands_for
 from vitlab.report.gallery import WRONG, make_gallery
@@ -57,24 +57,27 @@ def write_report(
     split: str = "test",
     device: str = "auto",
     keep: Path | None = None,
+    drawn: bool = True,
 ) -> Report:
     """Write RUN/report.html, complete or not at all, its scores as RUN/scores.json, and samples.json, a few images.
 
     `data` is what the model is tested on, by default the test split of the set it was trained on, if it is a built-in
     one or this user started the run. A model without a head, as from masked patch prediction, is not tested, and its
     report is shorter. `split` names the images that `data.test` holds. `keep` is a folder of features that are
-    computed already. Raises UserError if the run is not finished, or its data or the report cannot be opened.
+    computed already. Without `drawn`, figures and where the model looked, which cost the most time, are left out, and
+    the page has a line on it. Raises UserError if the run is not finished, or its data or the report cannot be opened.
     """
     folder = Path(run).expanduser()
-    with style.drawing():  # fail early where matplotlib is missing
-        pass
+    if drawn:
+        with style.drawing():  # fail early where matplotlib is missing
+            pass
     history = read_history(folder)
     if data is None:
         check_trusted_data(history.recipe.data, folder / RECIPE, f"vitlab report {shlex.quote(str(run))} ")
         if history.recipe.review is not None:
             check_trusted_review(history.recipe.review, folder / RECIPE)
     with memory_errors(f"making the report of {run}", "close other programs, or use --device cpu"):
-        page, scores = make_page(str(run), folder, history, data, split, device, keep)
+        page, scores = make_page(str(run), folder, history, data, split, device, keep, drawn)
     write_text(folder / NAME, page)
     if scores is not None:
         scores.write_json(folder / SCORES, {"split": split})
@@ -82,12 +85,19 @@ def write_report(
 
 
 def make_page(
-    run: str, folder: Path, history: History, data: str | Data | None, split: str, device: str, keep: Path | None
+    run: str,
+    folder: Path,
+    history: History,
+    data: str | Data | None,
+    split: str,
+    device: str,
+    keep: Path | None,
+    drawn: bool,
 ) -> tuple[str, Evaluation | MultiEvaluation | None]:
     model = load(folder)
     opened = data if isinstance(data, Data) else open_run_data(history.recipe, data)
-    size = (folder / WEIGHTS).stat().st_size
-    subject = Subject(run, history, model.config, opened, cost(lambda: build(model.config)), size, read_stages(folder))
+    numbers = sum(p.numel() for p in model.parameters()), forward_flops(model.config), (folder / WEIGHTS).stat().st_size
+    subject = Subject(run, history, model.config, opened, *numbers, read_stages(folder))
     start = time.monotonic()
     scores = score_model(model, opened.test, device, keep) if model.config.classes else None
     tested = Tested(scores, time.monotonic() - start, split) if scores else None
@@ -95,11 +105,11 @@ def make_page(
     wrong = int((single.guesses != single.labels).sum()) if single else 0
     with progress("report", 5 + min(wrong, MOST) + min(wrong, WRONG)) as done:
         try:
-            mistakes = worst_mistakes(single, model, opened.test, device, done) if single else []
+            mistakes = worst_mistakes(single, model, opened.test, device, done, attention=drawn) if single else []
         except BrokenImage as broken:  # it could be read a moment ago
             raise UserError(f"'{broken.name}' cannot be read as an image any more: {broken.why}") from None
         gallery = make_gallery(single, opened.test, done) if single else None
-        figures = draw_figures(history, single)
+        figures = draw_figures(history, single) if drawn else {}
         done(5)
     with contextlib.suppress(UserError):  # where they cannot be written, neither can the report, which comes next
         write_samples(folder, opened.test)  # for the page of `vitlab serve`
@@ -109,7 +119,7 @@ def make_page(
         own = not isinstance(data, str)
         verdict = judge(collect(subject, tested, findings, own, model.card.unknown), commands_for(subject))
     groups = worth_a_look(findings, opened)
-    return render(subject, tested, verdict, mistakes, gallery, figures, groups), scores
+    return render(subject, tested, verdict, mistakes, gallery, figures, groups, drawn=drawn), scores
 
 
 def find_review(folder: Path) -> list[Finding]:

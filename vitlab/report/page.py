@@ -33,6 +33,8 @@ def render(
     gallery: Gallery | None,
     figures: dict[str, PageFigure],
     groups: Sequence[LookGroup] = (),
+    *,
+    drawn: bool = True,
 ) -> str:
     """The page as HTML; characters that UTF-8 cannot encode, which file names may have, become question marks."""
     page, script = templates().get_template("page.html"), SCRIPT.read_text("utf-8")
@@ -47,6 +49,7 @@ def render(
         gallery=gallery,
         figures=figures,
         groups=groups,
+        drawn=drawn,
     )
     return text.encode("utf-8", "replace").decode()
 
@@ -61,6 +64,7 @@ def templates() -> Environment:
         confidence_gap,
         count_right,
         evaluate_command,
+        draw_command,
         file_name,
         frequent_mistakes,
     )
@@ -99,6 +103,11 @@ def evaluate_command(subject: Subject) -> str:
     """How to list every answer."""
     words = ["vitlab", "evaluate", subject.run, subject.history.recipe.data, "--out", "scores"]
     return shlex.join(words)
+
+
+def draw_command(subject: Subject) -> str:
+    """How to write the report with its figures."""
+    return shlex.join(["vitlab", "report", subject.run])
 
 
 def setting_rows(recipe: Recipe) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from vitlab.cost import Cost
+from vitlab.cost import BACKWARD
 from vitlab.data.source import Data
 from vitlab.evaluation.multi_result import MultiEvaluation
 from vitlab.evaluation.result import Evaluation
@@ -13,13 +13,17 @@ from vitlab.training.stages import Stages
 
 @dataclass(frozen=True)
 class Subject:
-    """What the report is about; `data` is what the model was tested on, `size` the bytes of its file."""
+    """What the report is about; `data` is what the model was tested on.
+
+    `parameters` and `flops` are those of the model and of its forward pass, `size` the bytes of its file.
+    """
 
     run: str
     history: History
     config: ModelConfig
     data: Data
-    cost: Cost
+    parameters: int
+    flops: int
     size: int
     stages: Stages | None = None  # of a run in stages
 
@@ -36,9 +40,9 @@ class Subject:
     @property
     def run_flops(self) -> int:
         """Operations of all training steps; a frozen body has no backward pass, low-rank updates half of one."""
-        recipe, forward = self.history.recipe, self.cost.forward_flops
-        flops = forward if recipe.freeze == "body" else 2 * forward if recipe.lora else self.cost.train_flops
-        return flops * self.steps * recipe.batch
+        recipe = self.history.recipe
+        passes = 1 if recipe.freeze == "body" else 2 if recipe.lora else 1 + BACKWARD
+        return passes * self.flops * self.steps * recipe.batch
 
     @property
     def steps(self) -> int:
