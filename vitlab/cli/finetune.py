@@ -1,5 +1,6 @@
 """`vitlab finetune`: a trained model learns other classes."""
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -39,9 +40,10 @@ def finetune(
 
     The model and its report are there after the first stage. Fine-tuning is kept unless it is worse on held-out images.
     """
+    began = time.monotonic()  # importing torch is part of the time
     with stoppable(STOPPED_EARLY):
         from vitlab.finetuning.finetune import Request, run_request
 
         pairs = (*(settings or []), *([f"review={apply}"] if apply else []))
-        request = Request(data, out, weights, minutes, pairs, paper=paper, resume=resume, accept=accept)
+        request = Request(data, out, weights, minutes, pairs, paper=paper, resume=resume, accept=accept, began=began)
         run_request(request, console)

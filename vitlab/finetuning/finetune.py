@@ -79,7 +79,10 @@ def finetune(
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for; settings are `key=value`."""
+    """What is asked for; settings are `key=value`.
+
+    `began` is when a program that starts for it alone began to, on the clock of time.monotonic.
+    """
 
     data: str
     out: Path
@@ -89,6 +92,7 @@ class Request:
     paper: bool = False
     resume: bool = False
     accept: bool = False
+    began: float | None = None
 
     @property
     def device(self) -> str:
@@ -105,7 +109,7 @@ def run_request(request: Request, console: Terminal) -> None:
         train_and_report(stored, r.out, resume, r.accept, console)
         return
     with memory_errors("looking at the data and the model", FIX):
-        plan = None if r.paper else make_plan(r.data, r.weights, pairs, r.minutes)
+        plan = None if r.paper else make_plan(r.data, r.weights, pairs, r.minutes, r.began)
     if plan is None:
         finetune_in_one(r, resume, console)
     else:

@@ -39,6 +39,7 @@ class Plan:
     lines: tuple[str, ...]
     warnings: tuple[str, ...]
     began: float  # on the clock of time.monotonic
+    start: float  # seconds in which the program started
 
     def tuning(self, steps: int, balanced: bool) -> Recipe:
         """The recipe of fine-tuning from a head that was fitted."""
@@ -53,14 +54,20 @@ SETTLED = ("epochs", "steps", "head", "weights", "data")  # by the plan
 COMPILED = 200_000  # images: in shorter runs compiling takes longer than it saves
 
 
-def make_plan(spec: str, start: str | None, pairs: list[str], minutes: float | None) -> Plan | None:
-    """The plan for a set and this machine; None where there is no first stage: without weights, or several labels."""
-    began, asked = time.monotonic(), override(Recipe("B/16", spec, steps=1), pairs)
+def make_plan(
+    spec: str, weights: str | None, pairs: list[str], minutes: float | None, began: float | None = None
+) -> Plan | None:
+    """The plan for a set and this machine; None where there is no first stage: without weights, or several labels.
+
+    `began` is when the program began to start, on the clock of time.monotonic, if it did so for this plan.
+    """
+    now, asked = time.monotonic(), override(Recipe("B/16", spec, steps=1), pairs)
+    began = now if began is None else began
     data = open_recipe_data(asked)
     if data.is_multi_label or data.validation is None or asked.objective != "softmax":
         return None
     device = pick_device(asked.device)
-    found = find_weights(asked.weights or start, device)
+    found = find_weights(asked.weights or weights, device)
     weights, model = found.name, found.model
     if weights is None or model is None:
         return None
@@ -98,4 +105,5 @@ def make_plan(spec: str, start: str | None, pairs: list[str], minutes: float | N
         lines=lines,
         warnings=(*found.warnings, *class_warnings(data)),
         began=began,
+        start=now - began,
     )

@@ -117,7 +117,7 @@ class StagedRun:
 
     def budget(self, stages: Stages) -> Budget:
         assert stages.image is not None
-        return Budget(stages.seconds, stages.image)
+        return Budget(stages.seconds, stages.image, stages.start, stages.measured)
 
     def known(self, stages: Stages) -> Data:
         """The data with as many images of each split as there is time to compute features of."""
@@ -182,7 +182,8 @@ class StagedRun:
         plan, data, model, keep = self.plan, self.plan.data, self.plan.model, self.features(tuned=False)
         write_stages(self.out, stages)
         if stages.image is None:
-            stages = replace(stages, image=image_seconds(model, data, keep, self.options))
+            image = image_seconds(model, data, keep, self.options)
+            stages = replace(stages, image=image, start=plan.start, measured=self.spent())
             write_stages(self.out, stages)
         known = self.known(stages)
         count, total = count_images(known), count_images(data)
@@ -204,7 +205,7 @@ class StagedRun:
         card = replace(card, temperature=temperature)
         if stages.steps:  # the report is about validation images, so its model has not seen them
             self.save_head(heads.alone, replace(card, unknown=fit_unknown(features.train)), self.out)
-            self.report(replace(data, test=known.validation or data.test), "validation", keep)
+            self.report(stages, replace(data, test=known.validation or data.test), "validation", keep)
         else:
             self.print(f"{duration(plan.seconds)} are too short to fine-tune as well: the head is the result")
         # frozen features: every image is new to them, so each can be held out in turn
@@ -329,7 +330,7 @@ class StagedRun:
             self.review_test(known, keep)
         except (UserError, OSError) as error:
             self.print(f"the test images were not compared with the others: {error}")
-        report = self.report(known, "test", keep)
+        report = self.report(stages, known, "test", keep)
         write_stages(self.out, stages)
         return Finetuned(self.out, stages, report)
 
@@ -348,10 +349,14 @@ class StagedRun:
             write_review(path, [*old, *new])
             self.print(f"copies of test images among the others make the test too easy: {len(new)} lines in {path}")
 
-    def report(self, data: Data, split: str, keep: Path) -> Report | None:
-        """Write the report. The model is saved by now, so an error here is a note."""
+    def report(self, stages: Stages, data: Data, split: str, keep: Path) -> Report | None:
+        """Write the report, with drawings if there is time. The model is saved by now, so an error here is a note."""
+        drawn = not stages.timed or self.budget(stages).draws(self.spent())
+        if not drawn:
+            self.print(f"there is no time left to draw the report's figures; `vitlab report {self.out}` draws them")
         try:
-            return write_report(self.out, data, split=split, device=self.plan.recipe.device, keep=keep)
+            device = self.plan.recipe.device
+            return write_report(self.out, data, split=split, device=device, keep=keep, drawn=drawn)
         except (UserError, OSError) as error:
             later = f"`vitlab report {self.out}` writes it later"
             self.print(f"the model is saved, but there is no report: {error}; {later}")

@@ -24,6 +24,8 @@ class Stages:
     seconds: Annotated[float, Range(above=0), "of the complete command"]
     timed: Annotated[bool, "whether the length follows from the time; else it is the user's"]
     spent: Annotated[float, Range(0), "seconds so far"] = 0.0
+    start: Annotated[float, Range(0), "seconds in which the program started"] = 0.0
+    measured: Annotated[float, Range(0), "seconds until the next number was known"] = 0.0
     image: Annotated[float | None, Range(above=0), "seconds of a forward pass, decoding included"] = None
     l2: Annotated[float, Range(above=0), "penalty of the head"] = 1.0
     cross_validation: Annotated[float, RATE, "accuracy of the head by cross-validation"] = 0.0
