@@ -13,10 +13,12 @@ from PIL import Image
 import vitlab
 
 # Seconds each, for what a head on frozen features has no use for: compilation, sharding, figures, data frames.
-HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.checkpoint", "sympy")
-HEAVY += ("matplotlib", "scipy", "sklearn", "pandas", "pyarrow", "torchvision", "transformers", "timm", "onnx")
+HEAVY = {
+    *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.checkpoint", "sympy"),
+    *("matplotlib", "scipy", "sklearn", "pandas", "pyarrow", "torchvision", "transformers", "timm", "onnx"),
+}
 PROGRAM = """
-import sys, time
+import sys
 from vitlab.cli import main
 try:
     main()
@@ -40,7 +42,7 @@ def test_without_time_it_imports_and_draws_nothing_that_can_wait(tmp_path: Path)
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
     *printed, modules = done.stdout.strip().splitlines()
-    assert not set(HEAVY) & set(modules.split())
+    assert not HEAVY & set(modules.split())
     assert any(f"`vitlab report {run}` draws them" in line for line in printed)
     page = (run / "report.html").read_text()
     assert f"<code>vitlab report {run}</code> draws them" in page

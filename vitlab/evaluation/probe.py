@@ -113,7 +113,7 @@ def logistic(
         line_search_fn="strong_wolfe",
     )
     with few_threads(min(chunk, len(x)) * w.numel()):
-        optimizer.step(closure)
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
         _, gradient = objective(x, y, standardizer, w, l2, chunk, v)  # the line search may have ended elsewhere
     slope = float(gradient.abs().max()) / len(x)
     return Linear(standardizer, w, l2, int(optimizer.state[w]["n_iter"]), slope)
