@@ -2,12 +2,18 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from vitlab.device import pick_device
+from vitlab.device import cpu_threads, few_threads, pick_device
 from vitlab.errors import UserError
+from vitlab.evaluation.extract import Features
+from vitlab.evaluation.probe import logistic
+from vitlab.evaluation.unknown import fit_unknown
 
 
 @pytest.fixture
@@ -72,3 +78,26 @@ def test_the_gpus_of_this_machine() -> None:
     assert torch.cuda.current_device() == count - 1
     with pytest.raises(UserError, match=f"there is no device 'cuda:{count}'"):
         pick_device(f"cuda:{count}")
+
+
+def test_small_products_have_one_thread() -> None:
+    """So have the fits of a head and of what refuses images, which are made of them."""
+    features = Features(np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32), np.arange(40) % 4)
+    seen = set[int]()
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if "mm" in str(func) or "eigh" in str(func):
+                seen.add(torch.get_num_threads())
+            return func(*args, **(kwargs or {}))
+
+    with cpu_threads(2):
+        with Spy():  # type: ignore[no-untyped-call]
+            logistic(features.values, features.labels, 4, 0.1)
+            assert fit_unknown(features) is not None
+        assert seen == {1}
+        with few_threads(1e12):
+            assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 2
