@@ -6,7 +6,7 @@ from typing import Annotated
 
 from typer import Option
 
-from vitlab.cli.app import console, verb
+from vitlab.cli.app import console, verb, without_collection
 from vitlab.cli.options import AcceptDataChanges, Data, Out, RecipeSettings, Resume
 from vitlab.cli.training import STOPPED_EARLY
 from vitlab.signals import stoppable
@@ -42,7 +42,8 @@ def finetune(
     """
     began = time.monotonic()  # importing torch is part of the time
     with stoppable(STOPPED_EARLY):
-        from vitlab.finetuning.finetune import Request, run_request
+        with without_collection():
+            from vitlab.finetuning.finetune import Request, run_request
 
         pairs = (*(settings or []), *([f"review={apply}"] if apply else []))
         request = Request(data, out, weights, minutes, pairs, paper=paper, resume=resume, accept=accept, began=began)

@@ -13,7 +13,8 @@ LEAST = 1_000  # images: below that, or one pass over all, fine-tuning brings le
 BATCH = 32
 FEATURES = 0.7  # share of the time, testing aside, in which frozen features are computed; of large sets, of a part
 ENOUGH_ROWS = 1_000  # images that have features before any time is kept for fine-tuning
-FEWEST = 100  # images that have features, and that are tested, however short the time is
+FEWEST, FEWEST_TESTS = 100, 50  # images that have features, and that are tested, however short the time is
+SPEED = 0.03  # share of the time in which the speed is measured, on a few images at least
 # What is left to do in Python, on one thread, takes a share of the seconds in which the program started: as a start it
 # takes longer on a slow or busy machine. Measured idle and at a load of 8, see docs/finetuning.md.
 START = 30  # forward passes that a start takes at least; in a Python program it may be over before the clock runs
@@ -59,7 +60,7 @@ class Budget:
     def tests(self, data: Data) -> int:
         """How many of the test images are used: all, or half of what there is time for."""
         fits = len(data.test) + min(ENOUGH_ROWS, count_images(data)) <= self.passes
-        return len(data.test) if fits else max(FEWEST, self.passes // 2)
+        return len(data.test) if fits else max(FEWEST_TESTS, self.passes // 2)
 
     def rows(self, data: Data) -> int:
         """How many of the training and validation images get features."""

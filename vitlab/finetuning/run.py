@@ -32,7 +32,7 @@ from vitlab.evaluation.probe import Linear
 from vitlab.evaluation.review import Part, make_part, review, review_test
 from vitlab.evaluation.temperature import fit_temperature
 from vitlab.evaluation.unknown import fit_unknown
-from vitlab.finetuning.budget import Budget, count_images
+from vitlab.finetuning.budget import SPEED, Budget, count_images
 from vitlab.finetuning.head import (
     FrozenFeatures,
     Heads,
@@ -182,7 +182,7 @@ class StagedRun:
         plan, data, model, keep = self.plan, self.plan.data, self.plan.model, self.features(tuned=False)
         write_stages(self.out, stages)
         if stages.image is None:
-            image = image_seconds(model, data, keep, self.options)
+            image = image_seconds(model, data, keep, self.options, SPEED * stages.seconds)
             stages = replace(stages, image=image, start=plan.start, measured=self.spent())
             write_stages(self.out, stages)
         known = self.known(stages)
