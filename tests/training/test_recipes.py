@@ -200,7 +200,7 @@ def test_epochs_and_steps_replace_each_other() -> None:
         ("stepz=3", "did you mean 'steps'"),
         ("mixop=3", "did you mean 'mixup'"),
         ("steps=many", "steps must be an integer"),
-        ("optimizer=lion", "'adamw' or 'sgd'"),
+        ("optimizer=lion", "'adamw', 'sgd' or 'muon'"),
         ("steps", "key=value"),
         ("batch=0", "batch must be at least 1"),
         ("ema=1", "ema"),

@@ -82,15 +82,17 @@ class Recipe:
     micro: Annotated[int | None, COUNT, "images of a process at a time; none: what its memory holds"] = None
 
     # optimizer
-    optimizer: Annotated[OptimizerName, "AdamW or SGD with momentum"] = "adamw"
+    optimizer: Annotated[OptimizerName, "AdamW, SGD with momentum, or Muon: AdamW but for the blocks' matrices"] = (
+        "adamw"
+    )
     lr: Annotated[float, NUMBER, "peak learning rate"] = 1e-3
     warmup: Annotated[int, Range(0, 10**12), "steps of linear warm-up"] = 0
-    decay: Annotated[Decay, "learning-rate schedule after the warm-up"] = "cosine"
-    lr_end: Annotated[float, NUMBER, "learning rate at which a linear decay ends"] = 0.0
+    decay: Annotated[Decay, "learning rate after the warm-up; wsd: constant, then linear in the last fifth"] = "cosine"
+    lr_end: Annotated[float, NUMBER, "learning rate at which linear and wsd end"] = 0.0
     weight_decay: Annotated[float, NUMBER, "decoupled, times the learning rate; on kernels only"] = 0.0
     beta1: Annotated[float, RATE, "AdamW's first"] = 0.9
     beta2: Annotated[float, RATE, "AdamW's second"] = 0.999
-    momentum: Annotated[float, RATE, "SGD's"] = 0.9
+    momentum: Annotated[float, RATE, "SGD's; Muon's is 0.95"] = 0.9
     clip: Annotated[float, NUMBER, "largest norm of the gradient; 0: not clipped"] = 0.0
     ema: Annotated[float, RATE, "decay of the weights' moving average; 0: none"] = 0.0
 
@@ -99,9 +101,9 @@ class Recipe:
     device: Annotated[str, "auto, cpu, cuda, cuda:1 or mps"] = "auto"
     precision: Annotated[Precision, "auto: mixed bfloat16 where the GPU has it"] = "auto"
     compile: Annotated[Compile, "torch.compile; auto: on a GPU"] = "auto"
-    cuda_graph: Annotated[bool, "on one GPU without micro-batches, AdamW's step as a CUDA graph: for small models"] = (
-        False
-    )
+    cuda_graph: Annotated[
+        bool, "on one GPU without micro-batches, the step as a CUDA graph, but SGD's: for small models"
+    ] = False
     recompute: Annotated[bool, "activation checkpointing: less memory, a third more compute"] = False
     parallel: Annotated[Parallel, "under torchrun: a complete model in each process, or its shards"] = "ddp"
     workers: Annotated[int | None, Range(0, 1_024), "processes that read images; none: by the machine"] = None

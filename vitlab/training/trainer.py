@@ -53,7 +53,13 @@ class Trainer:
         self.module = wrap_module(self.core, cluster, recompute=r.recompute, compiled=compiled, parallel=r.parallel)
         betas, capturable = (r.beta1, r.beta2), r.cuda_graph and self.is_one_gpu
         self.optimizer = make_optimizer(
-            self.core, r.optimizer, weight_decay=r.weight_decay, betas=betas, momentum=r.momentum, capturable=capturable
+            self.core,
+            r.optimizer,
+            weight_decay=r.weight_decay,
+            betas=betas,
+            momentum=r.momentum,
+            capturable=capturable,
+            dtype=torch.bfloat16 if self.bf16 and cluster.device.type == "cuda" else self.dtype,
         )
         self.graphed: GraphedStep | None = None
         self.average = Average(self.core, r.ema) if r.ema else None
@@ -188,7 +194,7 @@ class Trainer:
         if not (r.cuda_graph and self.is_one_gpu and self.parts == 1):
             return False
         # masks are drawn on the host, and recomputation keeps the random generator's state there
-        return r.optimizer == "adamw" and r.objective != "masked" and not r.recompute
+        return r.optimizer != "sgd" and r.objective != "masked" and not r.recompute
 
     def replay(self, step: int) -> StepResult:
         """A step as one CUDA graph, once it is recorded."""
