@@ -103,7 +103,7 @@ def as_torchvision(files: Files, root: Path, monkeypatch: pytest.MonkeyPatch, *,
 
 def test_all_kinds_equal_torchvisions_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, images: Images) -> None:
     old, new = python_files(images), python_files(images, as_python3)
-    later = python_files(images, lambda *batch: as_python3(*batch, protocol=4))
+    later = python_files(images, functools.partial(as_python3, protocol=4))
     plain = binary_files(images)
     places = [
         write_archive(tmp_path / "cifar-10-python.tar.gz", old),

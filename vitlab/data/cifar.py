@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,7 +112,7 @@ def read_folder(folder: Path) -> dict[str, bytes]:
 def read_archive(path: Path) -> dict[str, bytes]:
     """The files of CIFAR in a compressed archive, by name, in one pass."""
     try:
-        with gzip.open(path) as unpacked, tarfile.open(fileobj=Bounded(unpacked, path), mode="r|") as archive:
+        with gzip.open(path) as unpacked, tarfile.open(fileobj=bounded(unpacked, path), mode="r|") as archive:
             return read_members(archive, path)
     except UserError:
         raise
@@ -122,10 +122,14 @@ def read_archive(path: Path) -> dict[str, bytes]:
         raise UserError(f"'{path}' is damaged, or not a .tar.gz file: {brief(error)}; get it again") from None
 
 
+def bounded(file: gzip.GzipFile, path: Path) -> IO[bytes]:
+    return cast(IO[bytes], Bounded(file, path))  # tarfile only reads
+
+
 class Bounded:
     """A file that ends with an error where it is longer than any CIFAR: a small archive can unpack to terabytes."""
 
-    def __init__(self, file: IO[bytes], path: Path) -> None:
+    def __init__(self, file: gzip.GzipFile, path: Path) -> None:
         self.file, self.path, self.left = file, path, MOST_BYTES
 
     def read(self, size: int) -> bytes:

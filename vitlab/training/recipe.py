@@ -33,7 +33,7 @@ NESTED = ("augment", "preprocess", "model_settings")
 NOT_IN_RECIPE = ("image_size", "patch", "stem", "classes")
 # What may change between a run and its continuation: it is the same run, on another machine to another rounding.
 LOOSE = (
-    *("workers", "device", "parallel", "checkpoint_every", "log_every", "data", "broken_limit"),
+    *("workers", "device", "parallel", "checkpoint_every", "log_every", "data", "broken_limit", "teacher"),
     *("tensorboard", "wandb", "mlflow"),
 )
 
@@ -50,6 +50,12 @@ class Recipe:
     objective: Annotated[ObjectiveName, "loss: softmax, sigmoid, or masked patch prediction"] = "softmax"
     masking: Annotated[Masking, "masked patches: a coin for each, or exactly half of every image's"] = "coin"
     head_bias: Annotated[float, Range(), "bias of a fresh head with objective=sigmoid"] = SIGMOID_BIAS
+    teacher: Annotated[str | None, "weights whose answers are learned, as vitlab.load takes them; none: labels"] = None
+    teacher_share: Annotated[float, Range(0, 1), "share of its probabilities in the loss; the rest: labels"] = 1.0
+    teacher_temperature: Annotated[float, Range(above=0, most=1000), "both divide their logits by it for that"] = 1.0
+    teacher_features: Annotated[
+        float, Range(0, 1e6), "weight of the error in the teacher's features, through a linear map that learns too"
+    ] = 0.0
     init: Annotated[Init, "fresh patch projection and pre-logits: Xavier uniform, or the authors' LeCun normal"] = (
         "xavier"
     )
@@ -131,6 +137,20 @@ class Recipe:
             raise UserError(f"lora={self.lora} freezes the body already and learns its updates; leave freeze='body'")
         if self.lora and self.objective == "masked":
             raise UserError(f"masked patch prediction trains the body itself; leave lora={self.lora}")
+        if self.teacher is not None:
+            self.check_teacher()
+
+    def check_teacher(self) -> None:
+        """Raise UserError for settings under which there is nothing to learn from a teacher, or from its features."""
+        if not self.teacher_share and not self.teacher_features:
+            raise UserError("teacher_share=0 and teacher_features=0 learn nothing from the teacher; raise one of them")
+        if self.objective == "masked" and self.teacher_share:
+            fix = "set teacher_share=0 teacher_features=1, which learns the teacher's features"
+            raise UserError(f"masked patch prediction has no classes, so a teacher's probabilities do not apply; {fix}")
+        if self.freeze == "body" and self.teacher_features:
+            raise UserError("a frozen body's features do not learn from a teacher's; leave teacher_features")
+        if self.balance == "weights" and self.teacher_share == 1:
+            raise UserError("balance=weights weighs the labels, of which teacher_share=1 leaves none; lower it")
 
 
 # ---- flat keys: the recipe's own, the augmentation's and the model's

@@ -33,7 +33,14 @@ from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, difference, override, resolve_length
 from vitlab.training.stages import is_staged
 from vitlab.training.start import choose_head, make_provenance
-from vitlab.training.trust import check_trusted_data, check_trusted_review, check_trusted_weights, remember_recipe
+from vitlab.training.teacher import check_same_teacher, image_bytes, open_teacher
+from vitlab.training.trust import (
+    check_trusted_data,
+    check_trusted_review,
+    check_trusted_teacher,
+    check_trusted_weights,
+    remember_recipe,
+)
 from vitlab.weights import load
 from vitlab.weights.formats.vitlab import model_config, model_json, read_provenance
 from vitlab.weights.lora import Adapter, base_json
@@ -57,6 +64,7 @@ class RunSetup:
     checkpoint: FoundCheckpoint | None  # to resume from
     initial: Model | None  # the model to start with, where there is no checkpoint or it holds low-rank updates alone
     adapter: Adapter | None = None  # what these are, and the weights they are for
+    teacher: Model | None = None  # to learn from
 
 
 @dataclass(frozen=True)
@@ -98,8 +106,8 @@ def read_recipe(out: Path) -> Recipe | None:
 
 
 def recipe_to_resume(out: Path, pairs: list[str]) -> Recipe | None:
-    """The recipe to resume the run in a folder with, or None. Data and weights that it names must have been given by
-    this user, now (in `pairs`) or when the run started; raises UserError otherwise."""
+    """The recipe to resume the run in a folder with, or None. Data, weights and teacher that it names must have been
+    given by this user, now (in `pairs`) or when the run started; raises UserError otherwise."""
     stored = read_recipe(out)
     if stored is None:
         return None
@@ -112,6 +120,8 @@ def recipe_to_resume(out: Path, pairs: list[str]) -> Recipe | None:
     complete = not recipe.lora and any((out / "checkpoints").glob("last*"))  # else the weights are needed again
     if recipe.weights is not None and "weights" not in given and not complete:
         check_trusted_weights(recipe.weights, out / RECIPE)
+    if recipe.teacher is not None and "teacher" not in given:
+        check_trusted_teacher(recipe.teacher, out / RECIPE)
     if recipe.review is not None and "review" not in given:
         check_trusted_review(recipe.review, out / RECIPE)
     return recipe
@@ -152,7 +162,9 @@ def prepare_run(
     if stored is not None:
         cluster.agree(lambda: check_data(stored, out, data, hashed=recipe.hash_data, accept=accept))
     recipe = resolve_length(recipe, len(data.train), len(data.validation or data.test), cluster.world)
+    teacher = open_teacher(recipe, data.classes)
     if stored is not None:
+        check_same_teacher(recipe, stored.provenance, out)
         if (key := difference(recipe, stored.recipe)) is not None:
             advice = "continue it with its own settings, or use a new --out"
             raise UserError(f"the run in {out} has another {key}; {advice}")
@@ -161,14 +173,14 @@ def prepare_run(
             about = (stored.model, stored.preprocess, stored.provenance)
             if stored.adapter is not None:
                 base = resume_base(stored, stored.adapter, out, data, start)
-                return RunSetup(out, recipe, data, *about, found, *base)
+                return RunSetup(out, recipe, data, *about, found, *base, teacher)
             check_size(stored.model, found.folder)
-            return RunSetup(out, recipe, data, *about, found, None)
+            return RunSetup(out, recipe, data, *about, found, None, teacher=teacher)
     adapter = new_adapter(recipe, out)
     model, preprocess = initial_model(recipe, data, start)
     check_rank(model.config, recipe.lora)  # before the folder is made
     about = (model.config, preprocess, make_provenance(recipe, data, model))
-    setup = RunSetup(out, recipe, data, *about, None, model, adapter)
+    setup = RunSetup(out, recipe, data, *about, None, model, adapter, teacher)
     cluster.agree(lambda: write_run_files(setup, new=stored is None, trial=trial))
     return setup
 
@@ -317,6 +329,8 @@ def choose_micro(setup: RunSetup, cluster: Cluster, core: nn.Module, *, bf16: bo
             raise UserError(f"micro={micro} does not divide a process's batch of {share}; {near} does")
         return micro
     image = cost(lambda: build(setup.config)).activation_bytes * (1 if bf16 else 2)
+    if setup.teacher is not None:  # it is done before the model begins
+        image = max(image, image_bytes(setup.teacher, bf16=bf16))
     state = 16 * sum(p.numel() for p in core.parameters())  # gradient, two moments and an average, float32
     return fit_micro(share, image, state, free_bytes(cluster.device))
 

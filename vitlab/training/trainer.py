@@ -20,7 +20,7 @@ from vitlab.device import has_bf16, out_of_memory
 from vitlab.errors import UserError
 from vitlab.evaluation.multi_label import EVEN
 from vitlab.models.config import ViTConfig
-from vitlab.models.variants import build
+from vitlab.models.variants import Model, build
 from vitlab.models.vit import ViT
 from vitlab.terminal import warn
 from vitlab.training import checkpoint
@@ -33,6 +33,7 @@ from vitlab.training.optim import Average, clip_gradients, learning_rate, make_o
 from vitlab.training.parallel import Cluster, gather_full, gradient_sync, wrap_module
 from vitlab.training.setup import RunSetup, choose_micro, divisors, make_loaders
 from vitlab.training.sharded import read_state
+from vitlab.training.teacher import Distillation, Mapped, Teacher, feature_width, make_lesson
 
 
 class Trainer:
@@ -48,8 +49,9 @@ class Trainer:
         self.steps = r.steps or 0
         self.bf16 = r.precision == "bfloat16" or (r.precision == "auto" and has_bf16(cluster.device))
         self.dtype = torch.float64 if r.precision == "float64" else torch.float32
-        self.core, self.objective = self.make_core()
         compiled = r.compile == "yes" or (r.compile == "auto" and cluster.device.type == "cuda")
+        self.core, self.objective = self.make_core()
+        self.lesson = self.make_lesson(compiled=compiled)
         self.module = wrap_module(self.core, cluster, recompute=r.recompute, compiled=compiled, parallel=r.parallel)
         betas, capturable = (r.beta1, r.beta2), r.cuda_graph and self.is_one_gpu
         self.optimizer = make_optimizer(
@@ -85,7 +87,7 @@ class Trainer:
             if not isinstance(model, ViT) or not isinstance(config, ViTConfig):
                 raise UserError(f"masked patch prediction needs a transformer, and {r.model} is a ResNet")
             objective = PatchPrediction(self.setup.preprocess, r.seed, config.grid, config.stride, r.masking)
-            return MaskedPatches(model).to(device, dtype), objective
+            return self.with_map(MaskedPatches(model)).to(device, dtype), objective
         if r.freeze == "body":
             for name, p in model.named_parameters():
                 p.requires_grad_(name.startswith("head."))
@@ -95,7 +97,25 @@ class Trainer:
         if r.balance == "weights":
             weights = torch.from_numpy(class_weights(data.train.class_counts())).to(device, torch.float32)
         supervised = MultiLabel() if data.is_multi_label else Classification(LOSSES[r.objective], weights)
-        return model.to(device, dtype), supervised
+        return self.with_map(model).to(device, dtype), supervised
+
+    def with_map(self, student: Model | MaskedPatches) -> nn.Module:
+        """The student, with a map to its teacher's features where it learns these."""
+        teacher = self.setup.teacher
+        if teacher is None or not self.recipe.teacher_features:
+            return student
+        return Mapped(student, feature_width(teacher))
+
+    def make_lesson(self, *, compiled: bool) -> Distillation | None:
+        """What the run learns from its teacher, which is complete on every device; None without one."""
+        model = self.setup.teacher
+        if model is None:
+            return None
+        teacher = Teacher(model, self.setup.preprocess, self.setup.config.image_size)
+        teacher.to(self.cluster.device, self.dtype)
+        if compiled:
+            teacher.compile()
+        return make_lesson(self.recipe, self.objective, model, teacher)
 
     def restore(self) -> CheckpointMeta:
         """Load the checkpoint to resume from, if there is one, and return its metadata.
@@ -162,7 +182,7 @@ class Trainer:
     def backward(self, batch: Batch, step: int) -> Tensor:
         """Add a micro-batch's share to the gradients; return its share of the loss."""
         with self.autocast():
-            loss = self.objective.loss(self.module, batch, step) / self.parts
+            loss = (self.lesson or self.objective).loss(self.module, batch, step) / self.parts
         loss.backward()
         return loss.detach()
 
@@ -300,7 +320,8 @@ class Trainer:
     def final_weights(self) -> dict[str, Tensor]:
         """The model's weights, or its low-rank updates, on the CPU, unsharded, and averaged if the run averages."""
         with self.average.swap_in() if self.average is not None else nullcontext():
-            model = self.core.vit if isinstance(self.core, MaskedPatches) else self.core
+            model = self.core.student if isinstance(self.core, Mapped) else self.core
+            model = model.vit if isinstance(model, MaskedPatches) else model
             return {name: gather_full(tensor).detach().cpu().clone() for name, tensor in own_state(model).items()}
 
 
