@@ -1,6 +1,9 @@
 """One tiny config for each family of Vision Transformers, with all the switches that its models have."""
 
+from collections.abc import Iterable
 from typing import Any
+
+import pytest
 
 from vitlab.models.config import ViTConfig
 
@@ -59,3 +62,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def family(name: str, **settings: Any) -> ViTConfig:
     base: dict[str, Any] = {"image_size": (32, 48), "patch": 16, "depth": 2, "width": 24, "mlp": 32, "heads": 2}
     return ViTConfig(**(base | {"classes": 5} | FAMILIES[name] | settings))
+
+
+# The other families have no switch that these lack: tests that are the same for all have them among the slow ones.
+QUICK = ("CLIP", "DINOv2", "DINOv2 with registers", "DINOv3, SwiGLU", "EVA-02", "registers with positions, q/k norm")
+
+
+def mostly_slow(names: Iterable[str], *quick: str) -> list[Any]:
+    """Parameters of a test: some names in every run of the tests, the others in the slow ones."""
+    names = list(names)
+    assert set(quick) <= set(names)
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from families import FAMILIES, family
+from families import FAMILIES, family, mostly_slow
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitlab.cost import Cost, cost, days, forward_flops
@@ -65,7 +65,7 @@ def test_vit_flops_closed_form() -> None:
     assert found.length == n
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "DINOv3, SwiGLU", "EVA-02"))
 def test_flops_of_every_family(name: str) -> None:
     """The count on fake tensors, the formulas of `vitlab recipes` and torch's own counter on a real image agree."""
     c = family(name)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, family
+from families import FAMILIES, QUICK, family, mostly_slow
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
@@ -46,7 +46,9 @@ CONFIGS: dict[str, ViTConfig | ResNetConfig] = {
     "ResNet": ResNetConfig((33, 64), (1, 1), width=32, classes=5),
     **{name: family(name, dropout=0.2, drop_path=0.2) for name in FAMILIES},
 }
-each = pytest.mark.parametrize("name", CONFIGS)
+NAMES = mostly_slow(CONFIGS, *(CONFIGS.keys() - FAMILIES.keys()), *QUICK)
+each = pytest.mark.parametrize("name", NAMES)
+each_vit = pytest.mark.parametrize("name", [name for name in NAMES if name != "ResNet"])
 
 
 def prepare(name: str, randomize: Fill) -> tuple[Any, Tensor]:
@@ -113,7 +115,7 @@ def test_in_any_mode_of_the_caller(name: str, randomize: Fill) -> None:
 
 
 @pytest.mark.parametrize("start", [0, 1])
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "ResNet"])
+@each_vit
 def test_holding_keeps_the_logits(name: str, start: int, randomize: Fill) -> None:
     model, images = prepare(name, randomize)
     tokens = encode_until(model, model.patches(images), start)
@@ -121,7 +123,7 @@ def test_holding_keeps_the_logits(name: str, start: int, randomize: Fill) -> Non
 
 
 @pytest.mark.parametrize("start", [0, 1])
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "ResNet"])
+@each_vit
 def test_parts_sum_to_the_logit(name: str, start: int, randomize: Fill) -> None:
     """Without biases and positions nothing is left over: token times gradient over all tokens is the logit."""
     model, images = prepare(name, randomize)

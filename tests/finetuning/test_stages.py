@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from vitlab.data.open import open_data
 from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import evaluate
 from vitlab.evaluation.extract import extract
+from vitlab.evaluation.result import Evaluation
 from vitlab.finetuning import run
-from vitlab.finetuning.budget import ENOUGH, LEAST, Budget
+from vitlab.finetuning.budget import ENOUGH, LEAST, OVERHEAD, Budget
 from vitlab.finetuning.head import FrozenFeatures, fit_heads, set_head, soft_head
 from vitlab.finetuning.plan import Plan, make_plan
 from vitlab.finetuning.run import Finetuned, run_stages
@@ -226,9 +228,34 @@ def test_small_losses_are_chance() -> None:
 def test_a_large_set_gets_features_of_a_part() -> None:
     data = open_data("digits")  # 1,198 and 599 images
     assert Budget(600, 0.01).rows(data) > len(data.train)
-    slow = Budget(600, 0.5)
-    assert slow.rows(data) == 1000
     assert Budget(1e5, 10).rows(data) == int(0.7 * (1e4 - 599))
+
+
+@pytest.mark.parametrize("image", [0.01, 0.06, 0.1, 0.2, 0.3, 0.45])
+@pytest.mark.parametrize("minutes", [3, 10])
+def test_the_first_stage_and_the_test_keep_the_budget(image: float, minutes: int) -> None:
+    """What starting and drawing take, measured in forward passes, leaves enough for a hundred images of each kind."""
+    data, budget = open_data("digits"), Budget(60 * minutes, image)
+    rows, tests = min(budget.rows(data), len(data.train)), min(budget.tests(data), len(data.test))
+    assert rows >= 100 <= tests
+    assert (rows + tests + OVERHEAD) * image <= 1.3 * 60 * minutes
+
+
+def test_a_slow_machine_learns_from_fewer_images(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a pace at which only a part fits: the result is a head, learned and tested on some images of every class."""
+    monkeypatch.setattr(run, "image_seconds", lambda *_: 0.25)
+    lines = StringIO()
+    plan = make_plan("digits", weights, ["device=cpu", "workers=0"], 2)
+    assert plan is not None
+    done = run_stages(plan, tmp_path, console=Console(file=lines, width=200))
+    assert done.stages.finished
+    assert not done.stages.steps
+    assert done.report is not None
+    assert isinstance(done.report.scores, Evaluation)
+    labels = done.report.scores.labels
+    assert 100 <= len(labels) < 200
+    assert set(labels.tolist()) == set(range(10))
+    assert f"to test {len(labels)} of 599" in lines.getvalue()
 
 
 def test_the_head_is_the_fit(weights: str) -> None:

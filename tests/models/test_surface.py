@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, family
+from families import FAMILIES, QUICK, family, mostly_slow
 from torch import Tensor, nn
 
 import vitlab
@@ -41,7 +41,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "BiT": ResNetConfig(SMALL, (1, 1), width=32, classes=5),
     **{name: family(name) for name in FAMILIES},
 }
-each = pytest.mark.parametrize("name", CONFIGS)
+each = pytest.mark.parametrize("name", mostly_slow(CONFIGS, *(CONFIGS.keys() - FAMILIES.keys()), *QUICK))
 # tracing takes seconds for each: the plain model in every run of the tests, the others in the slow ones
 each_traced = pytest.mark.parametrize(
     "name", [name if name == "plain" else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]

@@ -61,6 +61,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"rotary": "cells", "image_size": (8192, 8192), "patch": 1},
         ["8192x8192", "too many patches"],
     ),
+    "too many offsets": (
+        {"positions": "relative", "image_size": (1024, 1024), "patch": 8},
+        ["1024x1024", "too many patches"],
+    ),
     "narrow heads": ({"rotary": "cells", "heads": 12}, ["rotary", "4 divides", "not 2"]),
     "too many registers": ({"registers": 1 << 20}, ["registers", "at most 1,024"]),
     "fewer than none": ({"registers": -1}, ["registers", "-1"]),

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from families import mostly_slow
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -102,7 +103,10 @@ FIGURES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FIGURES)
+SLOW = {"steps, registers", "steps, registers, tall", "steps, many registers"}
+
+
+@pytest.mark.parametrize("name", mostly_slow(FIGURES, *(FIGURES.keys() - SLOW)))
 def test_text_is_inside_the_page_and_apart(name: str) -> None:
     figure = FIGURES[name]()
     figure.set_dpi(80)  # inches decide; fewer pixels draw faster

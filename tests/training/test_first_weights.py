@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import huggingface_hub.constants
 import pytest
 import torch
+from families import mostly_slow
 
 import vitlab
 from vitlab.cost import cost
@@ -41,7 +42,7 @@ def test_the_choice(device: str, memory: float, online: bool, name: str) -> None
     assert ("cannot be downloaded" in why) == (device == "cuda" and not online)
 
 
-@pytest.mark.parametrize("name", DINOV2)
+@pytest.mark.parametrize("name", mostly_slow(DINOV2, "facebook/dinov2-small"))
 def test_each_size_fits_the_memory_it_asks_for(name: str) -> None:
     """With a batch of 32 at the size in use, and two thirds of it, so that others may use the GPU as well."""
     depth, width, heads = SHAPES[name.rpartition("-")[2]]

@@ -128,6 +128,7 @@ def fit(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> float:
     return float(F.cross_entropy(model(images), labels).detach())
 
 
+@pytest.mark.slow
 def test_full_rank_reaches_the_loss_of_full_fine_tuning() -> None:
     images, labels = torch.randn(48, 3, 8, 8), torch.randint(10, (48,))  # noise: a head alone cannot fit it
     full, head, updated = tiny(), tiny(), tiny()
@@ -203,6 +204,7 @@ def test_resuming_needs_the_same_rank_and_scale(other: dict[str, Any], run: Path
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_micro_batches_give_the_gradients_of_one(base: Path, tmp_path: Path) -> None:
     """With everything off that is drawn for each micro-batch; the gradients are clipped."""
     settings: dict[str, Any] = {"steps": 4, "warmup": 0, "log_every": 1, "clip": 1e-3, "precision": "float64"}
@@ -216,6 +218,7 @@ def test_micro_batches_give_the_gradients_of_one(base: Path, tmp_path: Path) -> 
     assert np.min(np.array(found)[:, :, 1]) > 1e-3  # so that clipping has something to do
 
 
+@pytest.mark.slow
 def test_a_run_moves_with_its_base(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     shutil.copytree(base, old / "base")

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from small_runs import assert_same_run, records, train_small
+from test_parallel import train
 from test_resume import killed_at
 from torch import Tensor, nn
 
@@ -247,6 +249,41 @@ def test_a_frozen_body_leaves_adamw(tmp_path: Path) -> None:
     train_small(tmp_path / "adamw", **settings)
     assert_same_run(tmp_path / "muon", tmp_path / "adamw")
 
+
+# ---- several processes
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
+    """50 steps of the same batches: each process computes all updates, or owns a share of them."""
+    settings = ("steps=50", "lr=0.003", "precision=float32", "optimizer=muon")
+    train(tmp_path / "one", 1, *settings)
+    alone = [r["loss"] for r in records(tmp_path / "one") if "loss" in r]
+    assert len(alone) == 50
+    assert sum(alone[-5:]) < 0.9 * sum(alone[:5])  # it learns, so a wrong update would show
+    for parallel in ("ddp", "fsdp"):
+        train(tmp_path / parallel, 2, *settings, f"parallel={parallel}")
+        shared = [r["loss"] for r in records(tmp_path / parallel) if "loss" in r]
+        np.testing.assert_allclose(shared, alone, rtol=1e-5, err_msg=parallel)
+
+
+@pytest.mark.slow
+def test_a_sharded_checkpoint_is_continued_by_one_process(tmp_path: Path) -> None:
+    """Three processes, whose shards of 32 rows are uneven, stop after 10 of 20 steps; one continues to their losses."""
+    settings = ("steps=20", "lr=0.001", "checkpoint_every=10", "precision=float64", "optimizer=muon")
+    out = tmp_path / "run"
+    train(out, 3, *settings, "parallel=fsdp")
+    before = [r["loss"] for r in records(out) if "loss" in r]
+    last, old = out / "checkpoints" / "last", out / "checkpoints" / "last.old"
+    shutil.rmtree(last)
+    old.rename(last)
+    train(out, 1, *settings, resume=True)
+    after = [r["loss"] for r in records(out) if "loss" in r]
+    assert len(after) == 20
+    np.testing.assert_allclose(after, before, rtol=1e-9)
+
+
+# ---- recorded steps
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

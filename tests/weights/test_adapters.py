@@ -11,6 +11,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from conftest import Command, fill
+from families import mostly_slow
 from safetensors.torch import load_file, save_file
 from test_hostile import check_refused
 from test_load import add_to_cache
@@ -125,6 +126,7 @@ def test_a_base_in_another_precision(pair: tuple[Path, Path], tmp_path: Path, dt
     assert all(torch.isfinite(x).all() for x in merged.values())
 
 
+@pytest.mark.slow
 def test_updates_of_updates(pair: tuple[Path, Path], tmp_path: Path) -> None:
     images = torch.randn(2, 3, 8, 8)
     unmerged = adapt(pair[1], tmp_path / "second", seed=2)(images)
@@ -349,6 +351,7 @@ def test_the_tampering_itself_is_not_what_is_refused(pair: tuple[Path, Path]) ->
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_a_model_that_only_the_header_claims_takes_no_memory(pair: tuple[Path, Path]) -> None:
     folder = pair[1]
     config = json.loads((folder / "config.json").read_text())
@@ -359,7 +362,7 @@ def test_a_model_that_only_the_header_claims_takes_no_memory(pair: tuple[Path, P
     check_refused(folder)
 
 
-@pytest.mark.parametrize("positions", ["1d", "2d", "sinusoidal"])
+@pytest.mark.parametrize("positions", mostly_slow(["1d", "2d", "sinusoidal"], "2d"))
 def test_an_image_size_that_only_the_header_claims_takes_no_memory(positions: str, tmp_path: Path) -> None:
     """The base is real and small; at the adapter's size its table of positions would have 2 to 4 GB."""
     vitlab.save(tiny(patch=1, positions=positions, placement="stem"), tmp_path / "base")

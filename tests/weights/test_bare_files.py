@@ -1,5 +1,6 @@
 """Files that two models have in common, and files of other architectures: nothing loads as what it is not."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,63 @@ def test_a_table_for_a_square_or_for_the_asked_size_is_refused(tmp_path: Path) -
     assert vit_config(ours).prefix_positions == "none"
     with torch.no_grad():
         assert differs(ours(images(64)), theirs(images(64))) <= 2e-5
+
+
+def test_a_square_that_may_be_a_rectangle_and_a_token_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """13x15 patches and the class token have as many positions as 14x14 patches; a config with the size decides."""
+    theirs = write_vit(tmp_path / "a.safetensors", (208, 240))
+    load(tmp_path / "a.safetensors", heads=4)
+    assert "WARNING" in {record.levelname for record in caplog.records}
+    assert "196 positions, taken as those of 14x14 patches; 13x15 patches and a class token" in caplog.text
+    caplog.clear()
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    (tmp_path / "a.safetensors").rename(folder / "model.safetensors")
+    args = {**SMALL, "img_size": [208, 240]}
+    (folder / "config.json").write_text(json.dumps({"architecture": "vit_small_patch16_224", "model_args": args}))
+    ours = load(folder)
+    assert not caplog.records
+    assert vit_config(ours).prefix_positions == "token"
+    with torch.no_grad():
+        assert differs(ours(images((208, 240))), theirs(images((208, 240)))) <= 2e-5
+
+
+# ---- what a config names, and the file lacks
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_norm_that_the_architecture_has_is_not_left_out(named: bool, tmp_path: Path) -> None:
+    model: Any = randomize(timm.create_model("vit_small_patch16_224", **SMALL))
+    save_file({key: x for key, x in own(model).items() if key[:5] != "norm."}, tmp_path / "model.safetensors")
+    if named:
+        (tmp_path / "config.json").write_text(
+            json.dumps({"architecture": "vit_small_patch16_224", "model_args": SMALL})
+        )
+    message = refusal(tmp_path if named else tmp_path / "model.safetensors", **({} if named else {"heads": 4}))
+    assert "'norm.weight'" in message
+    assert ("vit_small_patch16_224" in message) == named
+
+
+def test_an_architecture_without_that_norm_loads_without(tmp_path: Path) -> None:
+    theirs: Any = randomize(timm.create_model("vit_small_patch16_224", **SMALL, final_norm=False))
+    save_file(own(theirs), tmp_path / "model.safetensors")
+    config = {"architecture": "vit_small_patch16_224", "model_args": {**SMALL, "final_norm": False}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        assert differs(load(tmp_path)(images(64)), theirs(images(64))) <= 2e-5
+
+
+@pytest.mark.parametrize(("key", "value"), [("depth", 2), ("embed_dim", 128)])
+def test_a_folder_whose_config_has_another_shape_is_refused(key: str, value: int, tmp_path: Path) -> None:
+    """A file that lacks its last block is another model."""
+    write_vit(tmp_path / "model.safetensors", (64, 64))
+    config = {"architecture": "vit_small_patch16_224", "model_args": {**SMALL, key: value}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refusal(tmp_path)
+    assert f"{key}={value} and the weights beside it have {SMALL[key]}" in message
+    assert str(tmp_path) in message
 
 
 # ---- other architectures, by a tensor of theirs

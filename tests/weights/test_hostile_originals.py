@@ -7,6 +7,7 @@ from typing import Any
 import originals
 import pytest
 import torch
+from families import mostly_slow
 from originals import as_tensors
 from torch import Tensor
 
@@ -22,7 +23,7 @@ FILES = {
     "mae tuned": originals.mae(tuned=True),
     "clip": originals.clip(text=False),
 }
-SOME = [pytest.param(name, marks=() if name in ("dinov3 plus", "clip") else pytest.mark.slow) for name in FILES]
+SOME = mostly_slow(FILES, "clip")
 OPTIONAL = {"register_tokens", "mask_token", "storage_tokens", "visual.proj"}  # a model without it is one too
 
 
@@ -65,7 +66,8 @@ def test_a_tensor_has_another_name(name: str, tmp_path: Path) -> None:
         refused(tensors, tmp_path / "bad.pth")
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
 def test_a_tensor_has_another_shape(name: str, tmp_path: Path) -> None:
     changes: list[Callable[[Tensor], Tensor]] = [lambda x: x[None], lambda x: x.flatten()[:-1], lambda x: x[..., :0]]
     for key in essential(name):

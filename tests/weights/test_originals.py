@@ -13,6 +13,7 @@ import pytest
 import timm.models.eva as timm_eva
 import timm.models.vision_transformer as timm_vit
 import torch
+from families import mostly_slow
 from originals import Array, as_tensors
 from peers import images, vit_config
 from timm.layers.mlp import SwiGLUPacked
@@ -23,7 +24,7 @@ from vitlab.errors import UserError
 from vitlab.models.config import Preprocess
 from vitlab.weights import convert, load
 
-TYPES = [torch.float32, torch.float64]
+TYPES = [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64]  # the stricter one is quick
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def exact_rotary(model: Any, size: tuple[int, int]) -> None:
 TIMM = [name for name in FAMILIES if name not in ("dinov3 plain", "mae with decoder")]
 
 
-@pytest.mark.parametrize("name", TIMM)
+@pytest.mark.parametrize("name", mostly_slow(TIMM, "dinov2 reg", "dinov3 plus", "clip"))
 def test_as_timm_converts_the_file(name: str, tmp_path: Path) -> None:
     family, file = FAMILIES[name], tmp_path / "theirs.pth"
     write(family, file, torch.float64)
@@ -259,7 +260,7 @@ def test_wrappers_of_training_scripts(wrap: str, tmp_path: Path, caplog: pytest.
 # ---- elsewhere
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "dinov3 plus", "mae tuned", "clip"))
 def test_a_vitlab_folder_of_it_is_the_same_model(name: str, tmp_path: Path) -> None:
     write(FAMILIES[name], tmp_path / "theirs.pth")
     vitlab.convert(tmp_path / "theirs.pth", tmp_path / "ours", "vitlab", heads=2)

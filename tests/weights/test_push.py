@@ -13,6 +13,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from peers import agree, images, randomize
+from test_adapters import adapt
 from transformers import ViTForImageClassification
 
 from vitlab.models.config import Preprocess, ViTConfig
@@ -120,6 +121,19 @@ def test_the_upload_is_the_model(hub: Hub, run: str, tmp_path: Path, command: Co
         agree(theirs(images(32)).logits, ours(images(32)))
     back = load(tmp_path / "downloaded").card
     assert (back.labels, back.preprocess, back.temperature) == (tuple(NAMES), Preprocess(crop=0.9), 1.5)
+
+
+def test_low_rank_updates_go_up_merged(hub: Hub, tmp_path: Path, command: Command) -> None:
+    """Whoever downloads them has no base, and reads nothing of where it was."""
+    save(randomize(build(CONFIG)), tmp_path / "secret" / "base")
+    unmerged = adapt(tmp_path / "secret" / "base", tmp_path / "run")
+    code, _, err = push(command, str(tmp_path / "run"), tmp_path / "hub")
+    assert code == 0, err
+    assert not [name for name, data in hub.files.items() if b"secret" in data]
+    (tmp_path / "secret").rename(tmp_path / "gone")
+    theirs: Any = ViTForImageClassification.from_pretrained(tmp_path / "hub")
+    with torch.no_grad():
+        agree(theirs.eval()(images(32)).logits, unmerged(images(32)))
 
 
 def test_the_card(hub: Hub, run: str, tmp_path: Path, command: Command) -> None:

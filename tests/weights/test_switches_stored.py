@@ -61,7 +61,7 @@ def test_every_switch_has_a_case() -> None:
     assert set(FIELDS) == {f.name for f in dataclasses.fields(ViTConfig)} - COMMON
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*FIELDS, *MORE])
 def test_our_own_format_keeps_it(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     config = dataclasses.replace(VIT, **(FIELDS | MORE)[name])
@@ -79,7 +79,9 @@ def test_our_own_format_keeps_it(name: str, dtype: torch.dtype, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", [*FIELDS, "quick"])
-@pytest.mark.parametrize(("to", "file"), [("google", "a.npz"), ("torchvision", "a.pth")])
+@pytest.mark.parametrize(
+    ("to", "file"), [("google", "a.npz"), pytest.param("torchvision", "a.pth", marks=pytest.mark.slow)]
+)
 def test_formats_without_it_refuse_it(name: str, to: str, file: str, tmp_path: Path) -> None:
     save(build(dataclasses.replace(VIT, **(FIELDS | MORE)[name])), tmp_path / "run")
     with pytest.raises(UserError, match=f"{to} cannot express") as error:

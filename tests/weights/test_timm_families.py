@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from families import mostly_slow
 from peers import images, randomize, table_of
 from safetensors.torch import load_file, save_file
 from timm.layers.pos_embed import resample_abs_pos_embed
@@ -59,14 +60,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ViT with rotary positions": ("vit_medium_patch16_rope_reg1_gap_256", {"ref_feat_shape": (3, 3)}),
     "PE": ("vit_pe_spatial_gigantic_patch14_448", {"ref_feat_shape": (3, 3)}),
 }
-QUICK = {"CLIP of OpenAI", "DINOv2 with registers", "MAE", "EVA-02 B", "DINOv3 S+", "RoPE-ViT", "LingBot"}
-
-
-def few(family: str) -> Any:
-    """A family, most of them among the slow tests."""
-    return pytest.param(family, marks=() if family in QUICK else pytest.mark.slow)
-
-
+QUICK = ("CLIP of OpenAI", "SigLIP", "DINOv2 with registers", "MAE", "DeiT III", "EVA-02 B", "DINOv3 S+", "RoPE-ViT")
 TYPES = [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64]
 
 
@@ -116,7 +110,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, *QUICK))
 def test_outputs_are_theirs(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """At the native size, and at another that is not square."""
     name, more = FAMILIES[family]
@@ -144,7 +138,7 @@ def test_outputs_are_theirs(family: str, dtype: torch.dtype, tmp_path: Path) -> 
         assert relative(ours(x), there(x)) <= limit
 
 
-@pytest.mark.parametrize("family", [few(family) for family in FAMILIES])
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "DINOv2 with registers", "EVA-02 B", "DINOv3 S+"))
 def test_there_and_back_is_bit_identical(family: str, tmp_path: Path) -> None:
     """As a file alone and as a folder, which timm itself builds and fills."""
     name, more = FAMILIES[family]
@@ -187,7 +181,7 @@ OURS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", mostly_slow(OURS, "norms of all kinds", "SwiGLU", "rotary and q/k norm"))
 def test_write_ours(name: str, tmp_path: Path) -> None:
     """timm builds a folder of any combination that it has, and we read it back unchanged."""
     config = dataclasses.replace(VIT, **OURS[name])

@@ -4,6 +4,7 @@ Shapes: n images, D width of the features, K classes.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from vitlab.data.balance import Balance
-from vitlab.data.source import Data, Subset
+from vitlab.data.source import Data, ImageSource, Subset
 from vitlab.device import pick_device
 from vitlab.evaluation.cross_validation import CrossValidation, cross_validate, row_weights
 from vitlab.evaluation.extract import ExtractOptions, Features, extract, sizes
@@ -22,6 +23,7 @@ from vitlab.models.variants import Model
 
 UNEVEN = 2.0  # times as many images in the largest class as in the smallest, from which balancing is tried
 GAIN = 0.005  # of the mean F1, by which balancing is chosen
+WARM_UP, FEW = 4, 32  # images on which a CPU's speed is measured
 LARGE = 2_000_000  # logits: below that, a fit is no faster on a GPU
 # Least penalty of the head that fine-tuning starts from, by the passes over the images from which it is right: a
 # confident head leaves nothing to learn, and a timid one has to be learned again. See docs/finetuning.md.
@@ -49,11 +51,30 @@ def frozen_features(model: Model, data: Data, keep: Path, options: ExtractOption
 
 
 def image_seconds(model: Model, data: Data, keep: Path, options: ExtractOptions) -> float:
-    """Seconds of a forward pass with decoding, on the first images; their features are kept, so no time is lost."""
-    _, piece = sizes(pick_device(options["device"]))
-    began, images = time.monotonic(), Subset(data.train, np.arange(min(piece, len(data.train))))
-    extract(model, images, keep=keep, title="first features", **options)
-    return (time.monotonic() - began) / len(images)
+    """Seconds of a forward pass with decoding, on some of the images.
+
+    A GPU, whose speed shows on many images only, keeps their features, so no time is lost. A CPU that is busy needs
+    minutes for as many: a few, read without processes that would have to start, and some before them to warm up.
+    """
+    device = pick_device(options["device"])
+    if device.type == "cpu":
+        few: ExtractOptions = {**options, "workers": 0, "broken_limit": 1}
+        extract(model, spread(data.train, WARM_UP), title="warm-up", **few)
+        return seconds(lambda: extract(model, spread(data.train, FEW), title="speed", **few), FEW)
+    images = Subset(data.train, np.arange(min(sizes(device)[1], len(data.train))))
+    return seconds(lambda: extract(model, images, keep=keep, title="first features", **options), len(images))
+
+
+def spread(source: ImageSource, count: int) -> ImageSource:
+    """So many images from everywhere in a source; the same ones again where it has fewer."""
+    return Subset(source, np.linspace(0, len(source) - 1, count).astype(int))
+
+
+def seconds(act: Callable[[], object], images: int) -> float:
+    """Seconds for each of the images."""
+    began = time.monotonic()
+    act()
+    return (time.monotonic() - began) / images
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from vitlab.evaluation.probe import Linear
 from vitlab.evaluation.review import Part, make_part, review, review_test
 from vitlab.evaluation.temperature import fit_temperature
 from vitlab.evaluation.unknown import fit_unknown
-from vitlab.finetuning.budget import Budget
+from vitlab.finetuning.budget import Budget, count_images
 from vitlab.finetuning.head import (
     FrozenFeatures,
     Heads,
@@ -120,14 +120,15 @@ class StagedRun:
         return Budget(stages.seconds, stages.image)
 
     def known(self, stages: Stages) -> Data:
-        """The data with as many training and validation images as there is time to compute features of."""
+        """The data with as many images of each split as there is time to compute features of."""
         data = self.plan.data
         assert data.validation is not None
-        total = len(data.train) + len(data.validation)
-        share = self.budget(stages).rows(data) / total if stages.timed else 1.0
-        if share >= 1:
+        if not stages.timed:
             return data
-        return replace(data, train=draw(data.train, share), validation=draw(data.validation, share))
+        budget = self.budget(stages)
+        share, tests = budget.rows(data) / count_images(data), budget.tests(data) / len(data.test)
+        train, held = draw(data.train, share), draw(data.validation, share)
+        return replace(data, train=train, validation=held, test=draw(data.test, tests))
 
     def recipe(self, stages: Stages) -> Recipe:
         return self.plan.tuning(max(1, stages.steps), stages.balanced)
@@ -184,14 +185,15 @@ class StagedRun:
             stages = replace(stages, image=image_seconds(model, data, keep, self.options))
             write_stages(self.out, stages)
         known = self.known(stages)
-        images, total = count(known), count(data)
-        if images < total:
-            self.print(f"there is time for the features of {images:,} of {total:,} images; --minutes gives more")
+        count, total = count_images(known), count_images(data)
+        if count < total or len(known.test) < len(data.test):
+            tests = f"to test {len(known.test):,} of {len(data.test):,}"
+            self.print(f"there is time to learn from {count:,} of {total:,} images and {tests}; --minutes gives more")
         features = frozen_features(model, known, keep, self.options)
         heads = fit_heads(features, len(data.classes), balance=plan.balance, device=plan.recipe.device)
-        stages = self.measured(stages, heads, images)
+        stages = self.measured(stages, heads, count)
         write_stages(self.out, stages)
-        card = self.new_card(heads, images)
+        card = self.new_card(heads, count)
         self.begin_tuning(stages, soft_head(features.train, heads, self.epochs(stages)), card)
         self.print(
             f"head: {heads.accuracy:.1%} of {len(features.validation.labels)} validation images, "
@@ -262,7 +264,7 @@ class StagedRun:
         """Fine-tune all weights in the time that is left; keep the result if it is no worse on validation images."""
         data, recipe, deadline = self.plan.data, self.recipe(stages), None
         if stages.timed:
-            left = self.budget(stages).deadline(data, count(self.known(stages)), self.spent())
+            left = self.budget(stages).deadline(data, count_images(self.known(stages)), self.spent())
             deadline = time.monotonic() + left
         self.print(f"fine-tuning: up to {counted(stages.steps, 'step')} of {recipe.batch} images")
         stage = Stage(self.out / START, deadline)
@@ -322,12 +324,12 @@ class StagedRun:
 
     def finish(self, stages: Stages) -> Finetuned:
         """The report on the test images, by the first process."""
-        keep, stages = self.features(tuned=stages.kept), replace(stages, finished=True)
+        keep, stages, known = self.features(tuned=stages.kept), replace(stages, finished=True), self.known(stages)
         try:
-            self.review_test(self.known(stages), keep)
+            self.review_test(known, keep)
         except (UserError, OSError) as error:
             self.print(f"the test images were not compared with the others: {error}")
-        report = self.report(self.plan.data, "test", keep)
+        report = self.report(known, "test", keep)
         write_stages(self.out, stages)
         return Finetuned(self.out, stages, report)
 
@@ -372,13 +374,10 @@ def is_worse(new: Bools, old: Bools) -> bool:
 
 def draw(source: ImageSource, share: float) -> ImageSource:
     """The same share of every class, the same every time."""
+    if share >= 1:
+        return source
     index = subset_indices(source, 0, share, None)
     return source if index is None else Subset(source, index)
-
-
-def count(data: Data) -> int:
-    """Training and validation images."""
-    return len(data.train) + len(data.validation or ())
 
 
 def parts_of(data: Data, features: FrozenFeatures, heads: Heads) -> list[Part]:

@@ -27,6 +27,7 @@ Color = tuple[float, float, float]
 # Limits for configs from untrusted files: without them one number could take all memory.
 LARGEST_SIDE = 8192  # of the model's input, in pixels
 MOST_ANGLES = 1 << 22  # of rotary positions, which no file holds: a config alone must not fill the memory
+MOST_OFFSETS = 1 << 27  # pairs of tokens in all layers of relative positions, for the same reason
 MOST_LAYERS, MOST_WIDTH, MOST_CLASSES, MOST_REGISTERS = 1000, 1 << 16, 1_000_000, 1024
 ROTARY_LAYOUT, ROTARY_BASE = "pairs", 1e4  # where there are no rotary positions
 
@@ -125,6 +126,9 @@ class ViTConfig:
             raise UserError(f"{kind} tables are fixed, so one per layer is the same as placement='shared'; use that")
         if kind == "relative" and self.attention == "axial":
             raise UserError("relative positions are offsets in the full grid; use another kind with axial attention")
+        if kind == "relative" and self.depth * self.length**2 > MOST_OFFSETS:
+            shape = f"{self.image_size[0]}x{self.image_size[1]}"
+            raise UserError(f"images of {shape} have too many patches for relative positions; use smaller ones")
         if kind == "2d" and self.width % 2:
             raise UserError(f"positions='2d' halves the width for its two axes, and {self.width} is odd")
         if kind == "sincos2d" and self.width % 4:

@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from vitlab.models.vit import MLP, Attention, SwiGLU
+from vitlab.training.owners import Owners
 
 MOMENTUM = 0.95
 SIZE = 0.2  # root mean square of an update, about what AdamW's have
@@ -70,6 +72,21 @@ def orthogonalize(x: Tensor) -> Tensor:
     return x
 
 
+def orthogonalize_all(kernels: list[Tensor], shape: Shape, dtype: torch.dtype) -> list[Tensor]:
+    """Kernels, each made of matrices of one shape, orthogonalized together in `dtype`."""
+    if not kernels:
+        return []
+    matrices = torch.cat([x.reshape(-1, *shape) for x in kernels])  # (n, rows, columns)
+    found = orthogonalize(matrices.to(dtype)).to(matrices.dtype)
+    counts = [x.numel() // math.prod(shape) for x in kernels]
+    return [part.reshape(x.shape) for part, x in zip(found.split(counts), kernels, strict=True)]
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor: a shard of it, where it is sharded; nothing is copied."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class Muon(torch.optim.Optimizer):
     """Muon for groups of kernels that consist of matrices of the group's "shape", and AdamW for its own groups.
 
@@ -92,20 +109,31 @@ class Muon(torch.optim.Optimizer):
 
     def move(self, group: dict[str, Any]) -> None:
         """Change the kernels of one shape of matrices."""
-        weights = [p for p in group["params"] if p.grad is not None]
-        if not weights:
+        kernels = [p for p in group["params"] if p.grad is not None]
+        if not kernels:
             return
-        gradients = [p.grad for p in weights]
-        momenta = [self.momentum(p) for p in weights]
+        rate, shape = group["lr"], group["shape"]
+        weights, gradients = [own_part(p) for p in kernels], [own_part(p.grad) for p in kernels]
+        momenta = [own_part(self.momentum(p)) for p in kernels]
         torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
-        ahead = torch._foreach_lerp(gradients, momenta, MOMENTUM)  # Nesterov: as if the gradient came once more
-        rate, (rows, columns) = group["lr"], group["shape"]
-        matrices = torch.cat([x.reshape(-1, rows, columns) for x in ahead])  # (n, rows, columns)
-        found = orthogonalize(matrices.to(self.dtype)).to(matrices.dtype)
-        found *= rate * (SIZE * math.sqrt(max(rows, columns)))  # the rate may be a tensor on the device
-        updates = found.split([p.numel() // (rows * columns) for p in weights])
+        ahead = list(torch._foreach_lerp(gradients, momenta, MOMENTUM))  # Nesterov: as if the gradient came once more
+        size = rate * (SIZE * math.sqrt(max(shape)))  # a tensor where the rate is one on the device
         torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
-        torch._foreach_sub_(weights, [x.reshape(p.shape) for x, p in zip(updates, weights, strict=True)])
+        updates = torch._foreach_mul(self.orthogonalized(ahead, kernels, shape), size)
+        torch._foreach_sub_(weights, list(updates))
+
+    def orthogonalized(self, parts: list[Tensor], kernels: list[Tensor], shape: Shape) -> list[Tensor]:
+        """This process's part of the update of each kernel, without its size.
+
+        The processes of a sharded run compute a share of the matrices each. Where every process has all gradients
+        anyway, each computes all updates, without a message.
+        """
+        sharded = [p for p in kernels if isinstance(p, DTensor)]  # all of them or none
+        if not sharded:
+            return orthogonalize_all(parts, shape, self.dtype)
+        owners = Owners(sharded, self.dtype)
+        complete = orthogonalize_all(owners.collect(parts), shape, self.dtype)
+        return [x.to(part.dtype) for x, part in zip(owners.spread(complete), parts, strict=True)]
 
     def momentum(self, weight: Tensor) -> Tensor:
         state = self.state[weight]

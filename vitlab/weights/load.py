@@ -35,6 +35,7 @@ MODULES: tuple[Format, ...] = (vitlab, huggingface, timm, torchvision, google)
 ORIGINALS: tuple[Reader, ...] = (dinov2, dinov3, mae, clip)  # their authors' own files, which are read alone
 WRITERS: dict[str, Format] = {module.NAME: module for module in MODULES}
 FORMATS: dict[str, Reader] = {module.NAME: module for module in (*MODULES, *ORIGINALS)}
+DIMENSIONS = ("depth", "num_hidden_layers", "embed_dim", "hidden_size")  # in configs of timm and transformers
 LONGEST_CHAIN = 8  # low-rank updates of updates
 log = logging.getLogger("vitlab")
 
@@ -120,6 +121,8 @@ def read_checkpoint(
         if raw.is_guess and kind in (timm.NAME, huggingface.NAME):
             return parse_with_guess(raw, kind, given, image_size)
         checkpoint = parse_checkpoint(raw, kind, given, image_size)
+        if kind in (timm.NAME, huggingface.NAME):
+            check_folder(raw, checkpoint.config)
         if checkpoint.adapter is not None:
             return add_base(raw, checkpoint, given, base, chain)
         if base is not None:
@@ -148,6 +151,16 @@ def check_shape(stored: Mapping[str, Any], config: ModelConfig) -> None:
     for key, value in facts.items():
         if key in stored and stored[key] != value:
             raise UserError(f"it has {key}={stored[key]!r} and the weights beside it have {value}")
+
+
+def check_folder(raw: RawCheckpoint, config: ModelConfig) -> None:
+    """Raise UserError for a folder whose config.json has another depth or width than its weights."""
+    inner = [raw.config.get(key) for key in ("model_args", "vision_config")]  # timm's; a pair's with a text model
+    for part in [x for x in inner if isinstance(x, Mapping)] or [raw.config]:
+        try:
+            check_shape({key: part[key] for key in DIMENSIONS if part.get(key) is not None}, config)
+        except UserError as error:
+            raise UserError(f"config.json of {raw.name} is another model's: {error}") from None
 
 
 def parse_checkpoint(raw: RawCheckpoint, format: str, given: FormatDefaults, image_size: Size | None) -> Checkpoint:

@@ -171,6 +171,16 @@ MAE = dataclasses.replace(
     table=[r for r in VIT.table if not r.ours[0].startswith("prelogits")],
     left_out={"decoder.": "the decoder"},
 )
+# Its files have ViT's names, so only a config shows that the epsilon is another.
+MSN = dataclasses.replace(
+    VIT,
+    kind="vit_msn",
+    body="ViTMSNModel",
+    headed="ViTMSNForImageClassification",
+    default=dataclasses.replace(VIT.default, norm_eps=1e-6),
+    table=MAE.table,
+    pooler=False,
+)
 
 
 def describe_pooler(c: ViTConfig) -> dict[str, Any]:
@@ -365,4 +375,4 @@ def hidden_width(c: ViTConfig, ratio: int) -> int:
 
 
 # Where a file has no config, the first whose mark it has.
-FAMILIES = (CLIP, SIGLIP, DINOV3, DINOV2_REGISTERS, DINOV2, DEIT, MAE, VIT)
+FAMILIES = (CLIP, SIGLIP, DINOV3, DINOV2_REGISTERS, DINOV2, DEIT, MAE, VIT, MSN)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -18,6 +19,7 @@ from vitlab.weights.formats.table import Row, check_names, expand, quote_names
 from vitlab.weights.tensors import Shape
 
 T = TypeVar("T")
+log = logging.getLogger("vitlab")
 IMAGE_SIZE = (224, 224)  # where nothing in a file depends on it
 HEADS = {width: heads for _, width, _, heads in SIZES.values()} | dict.fromkeys((1152, 1536, 1664), 16)  # SigLIP, G/14
 
@@ -184,6 +186,12 @@ def place_table(
         raise UserError(
             f"{source.name} has {length} positions: of a square of patches, or of the class token and {image_size}; "
             "leave out image_size= and resize the model, or put a config.json with its size beside the file"
+        )
+    if config_size is None and config.placed and 0 in alone and length > 1:
+        side = math.isqrt(length)
+        log.warning(
+            f"{source.name} has {length} positions, taken as those of {side}x{side} patches; {side - 1}x{side + 1} "
+            "patches and a class token have as many, and only a config.json with the image size beside the file decides"
         )
     fits = alone or ({} if config_size else asked)
     for lead, size in fits.items():

@@ -29,6 +29,7 @@ TANH = r"giantopt|patch32_siglip|large_patch16_siglip(_gap)?_512|so400m_patch16_
 LARGER_EPS = r"^vit_.*clip|^beit3|dinov3|lingbot|^vit_pe_"
 ODD_HEADS = {"vit_base_patch16_gap_224": 16, "test_vit": 2, "test_vit2": 2, "test_vit3": 3, "test_vit4": 3}
 POST_NORM = r"_rpn_|^eva02_enormous_"
+NO_FINAL_NORM = r"^vit_intern300m|^vit_pe_(lang|spatial)"
 POOLS_ALL = {"test_vit3"}  # attention pooling that sees the registers as ours does
 
 
@@ -155,6 +156,7 @@ def check_arithmetic(source: RawCheckpoint, family: Family, name: str, args: Map
     if not name and not source.beside:
         check_post_norm(source, family)
     check_pooling(source, name, args)
+    check_final_norm(source, family, name, args)
 
 
 def check_post_norm(source: RawCheckpoint, family: Family) -> None:
@@ -174,3 +176,14 @@ def check_pooling(source: RawCheckpoint, name: str, args: Mapping[str, Any]) -> 
     sees = name in POOLS_ALL or bool(args.get("pool_include_prefix") or "use_rot_pos_emb" in args or source.beside)
     if "attn_pool.latent" in source.shapes and first and not sees:
         raise UserError(f"{source.name} has 'attn_pool.latent' and '{first}', which that may leave out; not supported")
+
+
+def check_final_norm(source: RawCheckpoint, family: Family, name: str, args: Mapping[str, Any]) -> None:
+    """Refuse a file that lacks the norm after the blocks, unless it is of an architecture that has none."""
+    if source.shapes.keys() & {"norm.weight", "fc_norm.weight"} or source.beside:
+        return
+    off = (args.get(key) is False for key in ("final_norm", "use_post_transformer_norm"))
+    without = bool(re.search(NO_FINAL_NORM, name)) if name else family in (SCALED, DINOV2, PE, PE_LARGEST)
+    if not any(off) and not without:
+        whose = name or f"every {family.name} of timm"
+        raise UserError(f"{source.name} lacks 'norm.weight', the norm after the blocks, which {whose} has")
