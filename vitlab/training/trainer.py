@@ -111,6 +111,18 @@ class Trainer:
             checkpoint.remove_leftovers(checkpoint.last_checkpoint(self.setup.out), found.folder)
         return found.meta if found.meta.world == world else dataclasses.replace(found.meta, micro=micro)
 
+    def rewind(self, state: dict[str, Tensor], setup: RunSetup) -> None:
+        """Go back to `state`, that of before the first step, with the optimizer's empty; from then on train `setup`."""
+        checkpoint.restore_state(state, self.core, self.optimizer, self.average)
+        if self.graphed is None:
+            self.optimizer.state.clear()
+        else:  # a recorded step refers to these very tensors; zeros are what they start as
+            for name, tensor in self.state().items():
+                if name.startswith("optimizer/"):
+                    tensor.zero_()
+        self.setup, self.recipe, self.steps = setup, setup.recipe, setup.recipe.steps or 0
+        self.batches = self.batches_from(0)
+
     # ---- the training step
 
     def step(self, step: int) -> StepResult:
