@@ -234,6 +234,12 @@ def count_steps(recipe: Recipe, images: int) -> int:
     return recipe.steps or max(1, round((recipe.epochs or 0) * images / recipe.batch))
 
 
+def plain_from(recipe: Recipe) -> int | None:
+    """How many images a run sees before its plain end, see `Augment`; None where it has none, or no length yet."""
+    share = recipe.augment.plain_end
+    return round((1 - share) * recipe.steps) * recipe.batch if share and recipe.steps else None
+
+
 def evaluations(seen: int, tests: int) -> int:
     """How often to validate a run that sees so many images: ten times, or less, to spend little of its time on it."""
     return max(1, min(10, seen // (2 * tests)))

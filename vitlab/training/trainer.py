@@ -31,6 +31,7 @@ from vitlab.training.masked import MaskedPatches, PatchPrediction
 from vitlab.training.objectives import LOSSES, Classification, MultiLabel, Objective, blank_batch, measure_sums
 from vitlab.training.optim import Average, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from vitlab.training.parallel import Cluster, gather_full, gradient_sync, wrap_module
+from vitlab.training.recipe import plain_from
 from vitlab.training.setup import RunSetup, choose_micro, divisors, make_loaders
 from vitlab.training.sharded import read_state
 
@@ -217,7 +218,7 @@ class Trainer:
 
     def batches_from(self, step: int) -> Iterator[Batch]:
         """This process's micro-batches from a step on, without end."""
-        self.loader.batch = self.micro * self.cluster.world
+        self.loader.batch, self.loader.plain_from = self.micro * self.cluster.world, plain_from(self.recipe)
         return map(self.cast, self.loader.batches(step * self.parts))
 
     def cast(self, batch: Batch) -> Batch:
