@@ -101,6 +101,8 @@ def run_request(request: Request, console: Terminal) -> None:
     r, pairs, resume = request, list(request.settings), request.resume or is_restarted()
     given = [f"data={r.data}", *([f"weights={r.weights}"] if r.weights else []), *pairs]
     check_new_folder(r.out, resume=resume)
+    if any(pair.partition("=")[0] == "minutes" for pair in pairs):
+        raise UserError("the time of fine-tuning is an option, not a setting; write --minutes 10")
     if resume and not is_staged(r.out) and (stored := recipe_to_resume(r.out, given)) is not None:
         train_and_report(stored, r.out, resume, r.accept, console)
         return

@@ -15,6 +15,7 @@ from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
 from vitlab.models.config import MOST_WIDTH, ImageSize, Preprocess, ViTConfig
 from vitlab.settings import RATE, Range, Setting, annotations, check_all, check_types, describe, parse_settings, to_json
+from vitlab.text import listed
 from vitlab.training.masked import Masking
 from vitlab.training.objectives import SIGMOID_BIAS, ObjectiveName
 from vitlab.training.optim import Decay, OptimizerName
@@ -28,6 +29,7 @@ Head = Literal["auto", "new", "keep"]
 Init = Literal["xavier", "lecun"]
 
 COUNT, STEPS, NUMBER = Range(1), Range(1, 10**12), Range(0)
+LENGTHS = ("epochs", "minutes", "steps")
 NESTED = ("augment", "preprocess", "model_settings")
 # What a model's name, the recipe or the data decide.
 NOT_IN_RECIPE = ("image_size", "patch", "stem", "classes")
@@ -81,9 +83,12 @@ class Recipe:
     broken_limit: Annotated[float, RATE, "share of broken images to skip before the run ends"] = BROKEN_LIMIT
     hash_data: Annotated[bool, "let --resume compare the images' contents too, not only names, sizes, labels"] = False
 
-    # length, by epochs or by steps
+    # length, by epochs, time or steps
     epochs: Annotated[float | None, Range(above=0, most=10**9), "passes over the training images"] = None
-    steps: Annotated[int | None, STEPS, "optimizer steps; epochs or steps, not both"] = None
+    minutes: Annotated[
+        float | None, Range(above=0, most=10**6), "time for everything: steps are fitted to the machine's speed"
+    ] = None
+    steps: Annotated[int | None, STEPS, "optimizer steps; one of epochs, minutes and steps"] = None
     batch: Annotated[int, Range(1, 10_000_000), "images of a step, over all processes"] = 4096
     micro: Annotated[int | None, COUNT, "images of a process at a time; none: what its memory holds"] = None
 
@@ -127,8 +132,8 @@ class Recipe:
     def __post_init__(self) -> None:
         check_types(self)
         self.model_settings.update(check_all(self.model_settings, model_keys()))
-        if (self.epochs is None) == (self.steps is None):
-            raise UserError("a recipe has one length: epochs or steps")
+        if (self.epochs is None) == (self.steps is None and self.minutes is None):  # steps are fitted to minutes
+            raise UserError("a recipe has one length: epochs, minutes or steps")
         if self.balance != "none" and self.objective == "masked":
             raise UserError(f"masked patch prediction uses no labels, so there is nothing for balance={self.balance}")
         if self.freeze == "body" and self.objective == "masked":
@@ -195,11 +200,12 @@ def make_recipe(model: str, data: str, **settings: Any) -> Recipe:
 
 
 def change(recipe: Recipe, **settings: Any) -> Recipe:
-    """A recipe with other flat settings; steps replace epochs and epochs replace steps."""
-    if settings.get("steps") is not None:
-        settings.setdefault("epochs", None)
-    if settings.get("epochs") is not None:
-        settings.setdefault("steps", None)
+    """A recipe with other flat settings; of epochs, minutes and steps each replaces the others."""
+    given = [key for key in LENGTHS if settings.get(key) is not None]
+    if len(given) > 1:
+        raise UserError(f"a recipe has one length: {listed(given)}, not both")
+    if given:
+        settings = dict.fromkeys(LENGTHS) | settings
     return dataclasses.replace(recipe, **nest(settings, recipe))
 
 
@@ -219,9 +225,14 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 
 
 def resolve_length(recipe: Recipe, images: int, tests: int, world: int) -> Recipe:
-    """The recipe with its length in steps, for so many images to train on and to validate on, on so many processes."""
+    """The recipe with its length in steps, for so many images to train on and to validate on, on so many processes.
+
+    Minutes stay as they are until the trainer has measured the speed, see minutes.py.
+    """
     if recipe.batch % world:
         raise UserError(f"batch={recipe.batch} does not divide over {world} processes; use a multiple of {world}")
+    if not is_settled(recipe):
+        return recipe
     steps = count_steps(recipe, images)
     if recipe.warmup >= steps:
         fix = f"set warmup={steps // 10}, or a longer run"
@@ -230,8 +241,25 @@ def resolve_length(recipe: Recipe, images: int, tests: int, world: int) -> Recip
     return dataclasses.replace(recipe, steps=steps, epochs=None, evaluate_every=every)
 
 
+def is_settled(recipe: Recipe) -> bool:
+    """Whether the length is known; that of a run by the clock is not, until its speed is."""
+    return recipe.minutes is None or recipe.steps is not None
+
+
+def settle(recipe: Recipe, steps: int) -> Recipe:
+    """A recipe by the clock with the steps there is time for; a warm-up that does not fit becomes a tenth of them."""
+    warmup = recipe.warmup if recipe.warmup < steps else steps // 10
+    return dataclasses.replace(recipe, steps=steps, warmup=warmup)
+
+
 def count_steps(recipe: Recipe, images: int) -> int:
     return recipe.steps or max(1, round((recipe.epochs or 0) * images / recipe.batch))
+
+
+def plain_from(recipe: Recipe) -> int | None:
+    """How many images a run sees before its plain end, see `Augment`; None where it has none, or no length yet."""
+    share = recipe.augment.plain_end
+    return round((1 - share) * recipe.steps) * recipe.batch if share and recipe.steps else None
 
 
 def evaluations(seen: int, tests: int) -> int:

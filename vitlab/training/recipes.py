@@ -6,6 +6,7 @@ that start from weights are called DATA-finetune.
 
 import difflib
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from vitlab.models.config import Preprocess
 from vitlab.models.variants import SIZES, configure
 from vitlab.settings import parse_settings
 from vitlab.text import counted
-from vitlab.training.recipe import Recipe, change, keys, make_recipe, override
+from vitlab.training.recipe import Recipe, change, is_settled, keys, make_recipe, override
 
 # Images in the training sets whose size a recipe's cost needs.
 IMAGES = {
@@ -254,13 +255,20 @@ def check_ready(name: str, recipe: Recipe) -> Recipe:
 
 
 def run_flops(recipe: Recipe) -> float:
-    """Operations of a complete run, with a head of 1,000 classes: a training image costs three forward passes."""
+    """Operations of a complete run, with a head of 1,000 classes: a training image costs three forward passes.
+
+    Not a number for a run by the clock.
+    """
+    if not is_settled(recipe):
+        return math.nan
     images = recipe.steps * recipe.batch if recipe.steps else (recipe.epochs or 0) * IMAGES[recipe.data]
     settings = recipe.model_settings | {"image_size": recipe.image_size, "classes": 1000}
     return (1 + BACKWARD) * forward_flops(configure(recipe.model, settings)) * images
 
 
 def length(recipe: Recipe) -> str:
+    if recipe.minutes is not None:
+        return counted(recipe.minutes, "minute")
     if recipe.steps is None:
         return counted(recipe.epochs or 0, "epoch")
     short = {10**6: "M", 10**3: "k"}
@@ -270,6 +278,8 @@ def length(recipe: Recipe) -> str:
 
 def operations(flops: float) -> str:
     """In the unit that fits: 224 exaFLOPs, 12 petaFLOPs."""
+    if math.isnan(flops):
+        return "what the machine computes in its time"
     size, name = next(((s, n) for s, n in ((1e18, "exa"), (1e15, "peta")) if flops >= s), (1e12, "tera"))
     count = flops / size
     return f"{count:,.0f} {name}FLOPs" if count >= 100 else f"{count:.3g} {name}FLOPs"

@@ -30,7 +30,7 @@ from vitlab.training.checkpoint import CheckpointMeta, FoundCheckpoint, disk_err
 from vitlab.training.lora import check_rank
 from vitlab.training.objectives import start_at_frequency, start_sigmoid
 from vitlab.training.parallel import Cluster
-from vitlab.training.recipe import Recipe, difference, override, resolve_length
+from vitlab.training.recipe import Recipe, difference, is_settled, override, resolve_length, settle
 from vitlab.training.stages import is_staged
 from vitlab.training.start import choose_head, make_provenance
 from vitlab.training.teacher import check_same_teacher, image_bytes, open_teacher
@@ -161,6 +161,8 @@ def prepare_run(
         raise UserError(f"{data.name} is multi-label, and balance={recipe.balance} needs one label per image; leave it")
     if stored is not None:
         cluster.agree(lambda: check_data(stored, out, data, hashed=recipe.hash_data, accept=accept))
+    if stored is not None and stored.recipe.minutes == recipe.minutes and not is_settled(recipe):
+        recipe = settle(recipe, stored.recipe.steps) if stored.recipe.steps else recipe
     recipe = resolve_length(recipe, len(data.train), len(data.validation or data.test), cluster.world)
     teacher = open_teacher(recipe, data.classes)
     if stored is not None:
@@ -209,6 +211,16 @@ def write_run_files(setup: RunSetup, *, new: bool, trial: bool) -> None:
         remember_recipe(setup.out / RECIPE)
         if new:
             manifest.write_manifest(setup.out, manifest.list_images(setup.data, setup.recipe.hash_data))
+
+
+def settle_run(setup: RunSetup, steps: int, cluster: Cluster) -> RunSetup:
+    """The run with its number of steps, which is stored: a run by the clock, once its speed is known."""
+    data = setup.data
+    tests = len(data.validation or data.test)
+    recipe = resolve_length(settle(setup.recipe, steps), len(data.train), tests, cluster.world)
+    setup = dataclasses.replace(setup, recipe=recipe)
+    cluster.agree(lambda: write_run_files(setup, new=False, trial=False))
+    return setup
 
 
 def check_meta(meta: CheckpointMeta, recipe: Recipe) -> None:

@@ -31,6 +31,7 @@ from vitlab.training.masked import MaskedPatches, PatchPrediction
 from vitlab.training.objectives import LOSSES, Classification, MultiLabel, Objective, blank_batch, measure_sums
 from vitlab.training.optim import Average, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from vitlab.training.parallel import Cluster, gather_full, gradient_sync, wrap_module
+from vitlab.training.recipe import plain_from
 from vitlab.training.setup import RunSetup, choose_micro, divisors, make_loaders
 from vitlab.training.sharded import read_state
 from vitlab.training.teacher import Distillation, Mapped, Teacher, feature_width, make_lesson
@@ -137,6 +138,18 @@ class Trainer:
             checkpoint.remove_leftovers(checkpoint.last_checkpoint(self.setup.out), found.folder)
         return found.meta if found.meta.world == world else dataclasses.replace(found.meta, micro=micro)
 
+    def rewind(self, state: dict[str, Tensor], setup: RunSetup) -> None:
+        """Go back to `state`, that of before the first step, with the optimizer's empty; from then on train `setup`."""
+        checkpoint.restore_state(state, self.core, self.optimizer, self.average)
+        if self.graphed is None:
+            self.optimizer.state.clear()
+        else:  # a recorded step refers to these very tensors; zeros are what they start as
+            for name, tensor in self.state().items():
+                if name.startswith("optimizer/"):
+                    tensor.zero_()
+        self.setup, self.recipe, self.steps = setup, setup.recipe, setup.recipe.steps or 0
+        self.batches = self.batches_from(0)
+
     # ---- the training step
 
     def step(self, step: int) -> StepResult:
@@ -231,7 +244,7 @@ class Trainer:
 
     def batches_from(self, step: int) -> Iterator[Batch]:
         """This process's micro-batches from a step on, without end."""
-        self.loader.batch = self.micro * self.cluster.world
+        self.loader.batch, self.loader.plain_from = self.micro * self.cluster.world, plain_from(self.recipe)
         return map(self.cast, self.loader.batches(step * self.parts))
 
     def cast(self, batch: Batch) -> Batch:
