@@ -100,7 +100,7 @@ def test_a_start_without_weights_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [(), ("--paper",)])
 def test_without_weights_and_a_hub_nothing_is_trained(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command, no_box: None
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))

@@ -41,7 +41,7 @@ def finetune(
         data: a folder with one folder of photos per class, or any other data set: a CSV or parquet file, tar shards, a
             hub id or a built-in set such as "digits".
         weights: the weights to start from: a hub id, a file or a run's folder; by default public ones that fit the
-            machine, from the hub. "none" trains from scratch.
+            machine, from the hub, or else "box", the small model in the package. "none" trains from scratch.
         minutes: time for everything, 10 by default; with 1, a CPU fits a head alone.
         out: the run's folder, a new one.
         paper: one stage by the paper's recipe, or what of it fits.
