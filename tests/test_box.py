@@ -174,5 +174,5 @@ def test_finetune_uses_it(boxed: Path, tmp_path: Path, monkeypatch: pytest.Monke
     run = vitlab.load(tmp_path / "run")
     assert run.card.provenance is not None
     assert run.card.provenance["source"] == "box"
-    body = load_file(boxed / "model.safetensors")["blocks.0.qkv.weight"].float()
-    assert torch.equal(run.state_dict()["blocks.0.qkv.weight"], body)
+    body = load_file(boxed / "model.safetensors")["embed.weight"].float()
+    assert torch.equal(run.state_dict()["embed.weight"], body)
