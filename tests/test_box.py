@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import vitlab
+from vitlab.analysis.class_map import class_map
 from vitlab.data.transforms import eval_pixels
 from vitlab.errors import UserError
+from vitlab.plots.inside import overlay
 from vitlab.training.first_weights import BOX_SIZE, find_weights
 from vitlab.weights.lora_base import find_base, name_base
 
@@ -92,17 +94,21 @@ def test_a_photo_without_a_model(boxed: Path, here: Path, command: Command) -> N
     assert out.splitlines()[1].split()[:2] == ["cat.jpg", NAMES[best]]
 
 
-def test_the_picture_is_the_photo_beside_a_darker_one(boxed: Path, here: Path, command: Command) -> None:
+def test_the_picture_is_the_photo_and_the_map_of_its_class(boxed: Path, here: Path, command: Command) -> None:
+    """As `vitlab inspect` draws it with matplotlib, up to the colors between those that are tabled."""
     assert command("predict", "cat.jpg", "--device", "cpu")[0] == 0
-    picture = np.asarray(Image.open("looked/cat-looked.png").convert("RGB")).astype(float)
-    assert picture.shape == (256, 512, 3)
-    seen = eval_pixels(Image.open("cat.jpg").convert("RGB"), (256, 256), vitlab.load("box").card.preprocess)
-    left, right = picture[:, :256], picture[:, 256:]
-    assert np.array_equal(left, seen.permute(1, 2, 0).numpy())
-    light = right.sum(-1) / left.sum(-1).clip(1)
-    assert light.min() > 0.1
-    assert light.max() < 1.01
-    assert light.max() - light.min() > 0.5
+    picture = np.asarray(Image.open("looked/cat-looked.png").convert("RGB"))
+    model = vitlab.load("box")
+    image = model.preprocess("cat.jpg")
+    best, other, _ = plain_logits(boxed, image)[0].argsort(descending=True).tolist()
+    seen = eval_pixels(Image.open("cat.jpg").convert("RGB"), (256, 256), model.card.preprocess)
+    pixels = seen.permute(1, 2, 0).numpy()
+    assert np.array_equal(picture[:, :256], pixels)
+    drawn = [255 * overlay(pixels / 255, class_map(model, image, label)[0].numpy()) for label in (best, other)]
+    difference, another = (np.abs(picture[:, 256:] - one) for one in drawn)
+    assert difference.max() < 14  # between two colors of the table
+    assert difference.mean() < 2
+    assert another.max() > 50
 
 
 @pytest.mark.parametrize(
