@@ -20,7 +20,6 @@ import torch
 from vitlab.data import imagenet
 from vitlab.errors import UserError
 from vitlab.files import sha256, write_text
-from vitlab.models.variants import name_of
 from vitlab.models.vit import ViT
 from vitlab.report.describe import describe_recipe
 from vitlab.settings import to_pairs
@@ -30,6 +29,7 @@ from vitlab.training.setup import StoredRun, read_run
 from vitlab.weights import box, load, save
 
 MOST_BYTES = 12_000_000
+FOLDERS = re.compile(r"(?<![\w.~-])(\w+:)?(~|\.{1,2})?[/\\]([^\s;,/\\]+[/\\])*")  # of a path, also after `imagenet:`
 IMAGES = 64  # of noise, on which both precisions are compared
 
 CARD = """\
@@ -57,7 +57,7 @@ Settings that differ from the defaults: `{settings}`
 ## Limits
 
 - It knows these {classes} classes and no others, and answers with one of them whatever the photo shows{refusing}.
-- It sees {height} x {width} pixels: small objects and fine differences, as between breeds, are lost.
+- It sees {size} pixels: small objects and fine differences, as between breeds, are lost.
 - Its photos are from the web of about 2010; it is less accurate on photos unlike them, and how it treats photos of
   different people and places has not been measured.
 - It is for trying things out, and for starting where there is no network. Do not decide anything about people with it.
@@ -121,22 +121,27 @@ def short_labels(labels: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def last_part(text: str) -> str:
-    """A path without its folders, which are nobody's business; any other text as it is."""
-    return re.split(r"[/\\]", text.rstrip("/\\"))[-1] if re.match(r"[./~\\]|[A-Za-z]:\\", text) else text
+    """The text with every path in it cut to its last part; hub ids stay."""
+    return FOLDERS.sub("", text.rstrip("/\\"))
 
 
 def make_card(
     model: ViT, stored: StoredRun, out: Path, scores: dict[str, Any] | None, rows: list[tuple[str, ...]]
 ) -> str:
     config, recipe, weights = model.config, stored.recipe, out / box.WEIGHTS
+    height, width = config.image_size
+    size = f"{height} x {width}"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     facts = [
-        ("model", f"{name_of(config) or recipe.model}, {parameters:,} parameters, {config.classes} classes"),
+        (
+            "model",
+            f"ViT, {config.depth} layers of width {config.width}, patches of {config.stride} px, input {size} px",
+        ),
+        ("size", f"{parameters:,} parameters, {config.classes} classes"),
         ("file", f"{weights.stat().st_size:,} bytes, fp16, sha256 `{sha256(weights)}`"),
         ("accuracy", "not measured yet" if scores is None else describe_scores(scores)),
         *rows,
     ]
-    height, width = config.image_size
     return CARD.format(
         facts="\n".join(f"| {name} | {text} |" for name, text in facts),
         data=last_part(recipe.data),
@@ -145,8 +150,7 @@ def make_card(
         settings=" ".join(changed(recipe)),
         classes=config.classes,
         refusing=", unless it refuses the photo as none of them" if model.card.unknown is not None else "",
-        height=height,
-        width=width,
+        size=size,
         names=", ".join(model.labels),
     )
 

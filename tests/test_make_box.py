@@ -79,6 +79,17 @@ def test_names() -> None:
     long = ("goldfish, Carassius auratus", "African elephant, Loxodonta africana", "crane")
     assert short_labels(long) == ("goldfish", "African elephant", "crane")
     assert short_labels(("my cat", "my dog")) == ("my cat", "my dog")
-    assert [last_part(text) for text in ("/a/b.parquet", "../x/", "google/vit", "from scratch")] == [
-        *("b.parquet", "x", "google/vit", "from scratch"),
-    ]
+    paths = {
+        "/a/b.parquet": "b.parquet",
+        "../x/": "x",
+        "~/y/z": "z",
+        "imagenet:/data/in": "in",
+        r"C:\me\w.npz": "w.npz",
+    }
+    texts = {
+        "google/vit": "google/vit",
+        "from scratch": "from scratch",
+        "source: /a/b; format: x": "source: b; format: x",
+    }
+    for text, short in {**paths, **texts}.items():
+        assert last_part(text) == short
