@@ -63,7 +63,7 @@ def bench(recipe: Recipe, seconds: float) -> Speeds:
     with tempfile.TemporaryDirectory() as spare, process_group(recipe.device) as cluster, cpu_threads(recipe.threads):
         folder = cluster.agree(lambda: Path(spare) / "run")
         setup = prepare_run(recipe, folder, cluster, resume=False, trial=True)
-        with sound_kernels(cluster.device, setup.config.length), closing(Trainer(setup, cluster)) as trainer:
+        with sound_kernels(cluster.device, setup.config.training_length), closing(Trainer(setup, cluster)) as trainer:
             return measure_speeds(trainer, seconds)
 
 

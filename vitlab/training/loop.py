@@ -73,7 +73,7 @@ def train(
     ):
         start = None if stage is None else stage.start
         setup = prepare_run(recipe, out, cluster, resume=resume, data=data, start=start, accept=accept_data_changes)
-        with sound_kernels(cluster.device, setup.config.length), closing(Trainer(setup, cluster)) as trainer:
+        with sound_kernels(cluster.device, setup.config.training_length), closing(Trainer(setup, cluster)) as trainer:
             console = console or Console()
             if not is_settled(setup.recipe):
                 setup = fit_minutes(trainer, began, console)

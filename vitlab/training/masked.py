@@ -79,6 +79,8 @@ class MaskedPatches(nn.Module):
             raise UserError("masked patch prediction trains no pooling; use pool=token or pool=mean, not attention")
         if vit.config.final_norm == "pooled":
             raise UserError("masked patch prediction trains no norm after pooling; use final_norm=tokens")
+        if vit.config.patch_dropout:
+            raise UserError("masked patch prediction needs the corrupted patches, all of them; set patch_dropout=0")
         self.vit = vit
         self.mask = nn.Parameter(torch.zeros(vit.config.width))
         nn.init.normal_(self.mask, std=0.02)

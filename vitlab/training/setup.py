@@ -19,7 +19,7 @@ from vitlab.data.source import Data
 from vitlab.device import pick_workers
 from vitlab.errors import UserError
 from vitlab.files import atomic_file, check_folder
-from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig
+from vitlab.models.config import RATES, ModelConfig, Preprocess, ResNetConfig
 from vitlab.models.meta import meta_model
 from vitlab.models.variants import Model, build, create
 from vitlab.models.vit import ViT, lecun_normal
@@ -285,13 +285,13 @@ def initial_model(recipe: Recipe, data: Data, start: str | Path | None = None) -
 
 
 def with_rates(model: Model, recipe: Recipe) -> Model:
-    """Loaded weights under the recipe's dropout and stochastic depth; what else a model is, the weights decide."""
+    """Loaded weights under the recipe's rates of dropout and the like; what else a model is, the weights decide."""
     given = recipe.model_settings
     for key, value in given.items():
-        if key not in ("dropout", "drop_path") and getattr(model.config, key, value) != value:
+        if key not in RATES and getattr(model.config, key, value) != value:
             has = getattr(model.config, key)
             raise UserError(f"{recipe.weights} has {key}={has}, not {value}; set {key}={has}, or start without weights")
-    rates = {key: value for key, value in given.items() if key in ("dropout", "drop_path")}
+    rates = {key: value for key, value in given.items() if key in RATES}
     if not rates or isinstance(model.config, ResNetConfig):
         return model
     new = build(dataclasses.replace(model.config, **rates))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vitlab.errors import UserError
-from vitlab.models.config import MOST_WIDTH, ModelConfig, Size
+from vitlab.models.config import MOST_WIDTH, RATES, ModelConfig, Size
 from vitlab.settings import Range, check_types, check_value, from_json
 from vitlab.weights import box
 from vitlab.weights.hub import is_id
@@ -26,7 +26,7 @@ A, B = "lora_a.weight", "lora_b.weight"
 LARGEST_ALPHA = 1e6
 OWN_FILE = "model.safetensors"  # of the updates themselves, in their folder
 MOST_GROWTH = 1 << 24  # parameters: positions of a base at another image size
-FREE = ("classes", "prelogits", "dropout", "drop_path")  # in which a base may differ from the adapted model
+FREE = ("classes", "prelogits", *RATES)  # in which a base may differ from the adapted model
 
 
 @dataclass(frozen=True)
