@@ -116,7 +116,7 @@ def test_without_training_or_rate_nothing_changes(kind: str, randomize: Fill) ->
 
 
 def test_a_patch_always_stays() -> None:
-    assert ViTConfig(**BASE, patch_dropout=0.99).kept == 1
+    assert ViTConfig(**BASE, patch_dropout=0.99).training_length == 1 + 1
     assert ViTConfig(**BASE).training_length == 1 + N
     assert ViTConfig(**BASE, patch_dropout=RATE, registers=2).training_length == 3 + KEPT
 

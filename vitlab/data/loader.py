@@ -111,6 +111,8 @@ class TrainLoader(Loader):
     balanced: bool = False  # every class has the same share of the stream
     step: int | None = None  # images of an optimizer's step, which has several batches of micro-batches; None: `batch`
     plain_from: int | None = None  # images of the stream before the augmentation's plain end; None: there is none
+    small_size: Size | None = None  # that of the first images of the stream,
+    small_until: int = 0  # so many of them
 
     def __post_init__(self) -> None:
         batch, world = self.batch, self.world
@@ -133,34 +135,37 @@ class TrainLoader(Loader):
 
     def batches(self, step: int = 0) -> Iterator[Batch]:
         """Batches from number `step` on."""
-        if self.plain_from is None:
-            yield from self._batches(itertools.count(step), self.augment)
-            return
-        end = self.plain_from // self.batch
-        yield from self._batches(range(step, end), self.augment)
-        yield from self._batches(itertools.count(max(step, end)), self.augment.plain())
+        grown = self.small_until // self.batch if self.small_size else 0
+        plain = math.inf if self.plain_from is None else self.plain_from // self.batch
+        starts = sorted({step, *(int(start) for start in (grown, plain) if step < start < math.inf)})
+        for start, end in itertools.pairwise([*starts, None]):
+            numbers = itertools.count(start) if end is None else range(start, end)
+            size = self.small_size if self.small_size and start < grown else self.image_size
+            yield from self._batches(numbers, size, self.augment if start < plain else self.augment.plain())
 
-    def _batches(self, numbers: Iterable[int], augment: Augment) -> Iterator[Batch]:
+    def _batches(self, numbers: Iterable[int], image_size: Size, augment: Augment) -> Iterator[Batch]:
         if self.held:
-            yield from self._from_memory(self.held, numbers, augment)
+            yield from self._from_memory(self.held, numbers, image_size, augment)
             return
         each = self.batch // self.world
         size = chunk_size(each, self.workers)
         ahead = max(2, math.ceil(2 * each / (size * max(1, self.workers))))  # two batches, over all workers
         plans, read = itertools.tee(self.plan(number, 1, augment) for number in numbers)
         samples = (list(zip(plan.index.tolist(), plan.key.tolist(), strict=True)) for plan in read)
-        reader = TrainReader(self.source, self.image_size, self.preprocess, augment)
+        reader = TrainReader(self.source, image_size, self.preprocess, augment)
         chunks = read_batches(reader, samples, size, self.workers, ahead, self.device)
         for plan, chunk in zip(plans, chunks, strict=False):
             self._record_broken(chunk.broken)
             yield self._finish(plan, chunk.pixels, chunk.index)
 
-    def _from_memory(self, held: ResidentSet, numbers: Iterable[int], augment: Augment) -> Iterator[Batch]:
+    def _from_memory(
+        self, held: ResidentSet, numbers: Iterable[int], image_size: Size, augment: Augment
+    ) -> Iterator[Batch]:
         """Several batches at a time, as many as have `images_at_once` images."""
         each, left = self.batch // self.world, iter(numbers)
         while some := list(itertools.islice(left, max(1, self.images_at_once // each))):
             plan = self.plan(some[0], len(some), augment)
-            many = self._finish(plan, *held.augmented(plan.index, plan.key, augment))
+            many = self._finish(plan, *held.augmented(plan.index, plan.key, augment, image_size))
             for part in (slice(start, start + each) for start in range(0, len(some) * each, each)):
                 yield Batch(many.images[part], many.labels[part], many.targets[part], many.index[part])
 

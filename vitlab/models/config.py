@@ -211,14 +211,13 @@ class ViTConfig:
         return self.grid[0] * self.grid[1] + self.prefix
 
     @property
-    def kept(self) -> int:
-        """Patches of an image that the blocks see in training."""
-        return max(1, round((1 - self.patch_dropout) * self.grid[0] * self.grid[1]))
-
-    @property
     def training_length(self) -> int:
         """Tokens in the sequence in training, the prefix included."""
-        return self.kept + self.prefix
+        return self.count_kept(self.grid[0] * self.grid[1]) + self.prefix
+
+    def count_kept(self, patches: int) -> int:
+        """How many of an image's patches the blocks see in training."""
+        return max(1, round((1 - self.patch_dropout) * patches))
 
     @property
     def pooled(self) -> int:

@@ -38,6 +38,10 @@ class Rotary(nn.Module):
         self.register_buffer("cos", cos.to(like), persistent=False)
         self.register_buffer("sin", sin.to(like), persistent=False)
 
+    def show(self, c: ViTConfig) -> None:
+        """Turn by the angles of another grid from now on."""
+        self.cos, self.sin = shown_tables(c, self.halves, self.cos.device, self.cos.dtype)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """On another device or in another precision the tables are computed again, not rounded a second time."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -94,6 +98,12 @@ def channel_tables(angle: Tensor, halves: bool) -> tuple[Tensor, Tensor]:
     """Cosines and sines (N, K) of angles (N, K/2), one for each channel of a pair."""
     angle = torch.cat([angle, angle], 1) if halves else angle.repeat_interleave(2, 1)
     return angle.cos(), angle.sin()
+
+
+@functools.lru_cache(8)  # a recorded CUDA graph may use them, so they must not be freed
+def shown_tables(c: ViTConfig, halves: bool, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    cos, sin = channel_tables(angles(c), halves)
+    return cos.to(device, dtype), sin.to(device, dtype)
 
 
 def turn(q: Tensor, k: Tensor, rotary: Turn | None) -> tuple[Tensor, Tensor]:

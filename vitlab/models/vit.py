@@ -69,7 +69,7 @@ class ViT(ImageModel):
 
     def tokens(self, images: Tensor) -> Tensor:
         """The sequence after the blocks and, unless it comes after pooling, the final norm, (B, N, D)."""
-        check_images(images, self.config.image_size, self.embed.weight)
+        check_images(images, self.shown or self.config.image_size, self.embed.weight)
         return self.encode(self.patches(images))
 
     def patches(self, images: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class ViT(ImageModel):
         if not self.training or self.config.patch_dropout == 0:
             return x, None
         lead, patches = x[:, : self.config.prefix], x[:, self.config.prefix :]
-        kept = torch.rand(patches.shape[:2], device=x.device).topk(self.config.kept, 1).indices
+        kept = torch.rand(patches.shape[:2], device=x.device).topk(self.config.count_kept(patches.shape[1]), 1).indices
         return torch.cat([lead, patches.gather(1, kept[..., None].expand(-1, -1, x.shape[2]))], 1), kept
 
     def pool_tokens(self, tokens: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class ViT(ImageModel):
                 module.grid = config.grid
             elif isinstance(module, Rotary):
                 module.place(config)
-        self.config = config
+        self.config, self.shown = config, None
         return self
 
     def _initialize(self) -> None:

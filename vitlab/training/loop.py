@@ -21,7 +21,7 @@ from vitlab.training.parallel import is_restarted, process_group
 from vitlab.training.recipe import Recipe, is_settled
 from vitlab.training.recorder import Recorder
 from vitlab.training.saver import Saver
-from vitlab.training.setup import prepare_run
+from vitlab.training.setup import prepare_run, training_lengths
 from vitlab.training.trainer import Trainer
 
 
@@ -73,7 +73,7 @@ def train(
     ):
         start = None if stage is None else stage.start
         setup = prepare_run(recipe, out, cluster, resume=resume, data=data, start=start, accept=accept_data_changes)
-        with sound_kernels(cluster.device, setup.config.training_length), closing(Trainer(setup, cluster)) as trainer:
+        with sound_kernels(cluster.device, *training_lengths(setup)), closing(Trainer(setup, cluster)) as trainer:
             console = console or Console()
             if not is_settled(setup.recipe):
                 setup = fit_minutes(trainer, began, console)

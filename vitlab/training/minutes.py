@@ -18,7 +18,7 @@ from vitlab.errors import UserError
 from vitlab.text import duration
 from vitlab.training import checkpoint
 from vitlab.training.bench import QUEUED, synchronize
-from vitlab.training.recipe import Recipe, evaluations
+from vitlab.training.recipe import Recipe, evaluations, settle
 from vitlab.training.setup import RunSetup, settle_run
 from vitlab.training.trainer import Trainer
 
@@ -79,6 +79,29 @@ def fit_minutes(trainer: Trainer, began: float, console: Console) -> RunSetup:
 
 def measure_pace(trainer: Trainer, total: float) -> Pace:
     """Try everything that a run of `total` seconds consists of; all processes do the same number of steps."""
+    cluster = trainer.cluster
+    step = measure_steps(trainer, total)
+    save = 0.0 if trainer.is_sharded or not cluster.first else seconds_of(lambda: save_once(trainer))
+    cluster.barrier()
+    splits = {split: time_evaluation(trainer, split, CHEAP * total) for split in trainer.eval_loaders}
+    return Pace(step, save, splits.get("validation", 0.0), splits["test"])
+
+
+def measure_steps(trainer: Trainer, total: float) -> float:
+    """Seconds of a step, on average over a run that starts with smaller images, if it does."""
+    recipe = trainer.recipe
+    if recipe.small_size is None:
+        return measure_step(trainer, total)
+    seconds, share = 0.0, recipe.small_start
+    for part, tried in ((share, settle(recipe, ENDLESS)), (1 - share, replace(recipe, small_size=None))):
+        trainer.recipe = tried
+        trainer.batches = trainer.batches_from(0)
+        seconds += part * measure_step(trainer, part * total)
+    return seconds
+
+
+def measure_step(trainer: Trainer, total: float) -> float:
+    """Seconds of a step; `total` are those of all of them."""
     cluster, numbers = trainer.cluster, itertools.count()
 
     def try_steps(count: int) -> None:
@@ -91,11 +114,7 @@ def measure_pace(trainer: Trainer, total: float) -> Pace:
     try_steps(WARM_UP)
     few = seconds_of(lambda: try_steps(FEW)) / FEW
     count = cluster.agree(lambda: max(FEW, min(MOST, int(SHARE * total / few))))
-    step = seconds_of(lambda: try_steps(count)) / count
-    save = 0.0 if trainer.is_sharded or not cluster.first else seconds_of(lambda: save_once(trainer))
-    cluster.barrier()
-    splits = {split: time_evaluation(trainer, split, CHEAP * total) for split in trainer.eval_loaders}
-    return Pace(step, save, splits.get("validation", 0.0), splits["test"])
+    return seconds_of(lambda: try_steps(count)) / count
 
 
 def time_evaluation(trainer: Trainer, split: str, cheap: float) -> float:

@@ -13,7 +13,7 @@ from vitlab.data.balance import Balance
 from vitlab.data.loader import BROKEN_LIMIT
 from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
-from vitlab.models.config import MOST_WIDTH, ImageSize, Preprocess, ViTConfig
+from vitlab.models.config import LARGEST_SIDE, MOST_WIDTH, ImageSize, Preprocess, Size, ViTConfig
 from vitlab.settings import RATE, Range, Setting, annotations, check_all, check_types, describe, parse_settings, to_json
 from vitlab.text import listed
 from vitlab.training.masked import Masking
@@ -47,6 +47,10 @@ class Recipe:
     model: Annotated[str, "name of the model, such as B/16"]
     data: Annotated[str, "images to train on: a folder of class folders or any other source"]
     image_size: ImageSize = (224, 224)
+    small_size: Annotated[
+        Size | None, Range(1, LARGEST_SIDE), "height and width of the images that training starts with; none: the same"
+    ] = None
+    small_start: Annotated[float, RATE, "share of the run, at its start, with images of small_size"] = 0.5
     weights: Annotated[str | None, "weights to start from, as vitlab.load takes them; none: fresh"] = None
     head: Annotated[Head, "of the weights: auto keeps it if its classes have the data's names; new: zeros"] = "auto"
     objective: Annotated[ObjectiveName, "loss: softmax, sigmoid, or masked patch prediction"] = "softmax"
@@ -142,8 +146,18 @@ class Recipe:
             raise UserError(f"lora={self.lora} freezes the body already and learns its updates; leave freeze='body'")
         if self.lora and self.objective == "masked":
             raise UserError(f"masked patch prediction trains the body itself; leave lora={self.lora}")
+        if self.small_size is not None:
+            self.check_small_size(self.small_size)
         if self.teacher is not None:
             self.check_teacher()
+
+    def check_small_size(self, small: Size) -> None:
+        """Raise UserError for a start of the run that has no smaller images, or an objective of one size alone."""
+        if any(a > b for a, b in zip(small, self.image_size, strict=True)) or small == self.image_size:
+            sizes = [f"{height}x{width}" for height, width in (small, self.image_size)]
+            raise UserError(f"small_size={sizes[0]} is not smaller than image_size={sizes[1]}; set a smaller one")
+        if self.objective == "masked":
+            raise UserError("masked patch prediction has one grid of patches for all of the run; leave small_size")
 
     def check_teacher(self) -> None:
         """Raise UserError for settings under which there is nothing to learn from a teacher, or from its features."""
@@ -260,6 +274,11 @@ def plain_from(recipe: Recipe) -> int | None:
     """How many images a run sees before its plain end, see `Augment`; None where it has none, or no length yet."""
     share = recipe.augment.plain_end
     return round((1 - share) * recipe.steps) * recipe.batch if share and recipe.steps else None
+
+
+def small_until(recipe: Recipe) -> int:
+    """How many images of `small_size` a run starts with; 0 where it has none, or no length yet."""
+    return 0 if recipe.small_size is None else round(recipe.small_start * (recipe.steps or 0)) * recipe.batch
 
 
 def evaluations(seen: int, tests: int) -> int:

@@ -262,8 +262,12 @@ def run_flops(recipe: Recipe) -> float:
     if not is_settled(recipe):
         return math.nan
     images = recipe.steps * recipe.batch if recipe.steps else (recipe.epochs or 0) * IMAGES[recipe.data]
-    settings = recipe.model_settings | {"image_size": recipe.image_size, "classes": 1000}
-    return (1 + BACKWARD) * forward_flops(configure(recipe.model, settings)) * images
+    settings = recipe.model_settings | {"classes": 1000}
+    each: float = forward_flops(configure(recipe.model, settings | {"image_size": recipe.image_size}))
+    if recipe.small_size is not None:
+        small = forward_flops(configure(recipe.model, settings | {"image_size": recipe.small_size}))
+        each += recipe.small_start * (small - each)
+    return (1 + BACKWARD) * each * images
 
 
 def length(recipe: Recipe) -> str:

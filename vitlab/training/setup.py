@@ -21,6 +21,7 @@ from vitlab.errors import UserError
 from vitlab.files import atomic_file, check_folder
 from vitlab.models.config import RATES, ModelConfig, Preprocess, ResNetConfig
 from vitlab.models.meta import meta_model
+from vitlab.models.shown import shown_config
 from vitlab.models.variants import Model, build, create
 from vitlab.models.vit import ViT, lecun_normal
 from vitlab.settings import check_value, from_json, to_json
@@ -181,6 +182,8 @@ def prepare_run(
     adapter = new_adapter(recipe, out)
     model, preprocess = initial_model(recipe, data, start)
     check_rank(model.config, recipe.lora)  # before the folder is made
+    if recipe.small_size is not None:
+        shown_config(model.config, recipe.small_size)
     about = (model.config, preprocess, make_provenance(recipe, data, model))
     setup = RunSetup(out, recipe, data, *about, None, model, adapter, teacher)
     cluster.agree(lambda: write_run_files(setup, new=stored is None, trial=trial))
@@ -211,6 +214,13 @@ def write_run_files(setup: RunSetup, *, new: bool, trial: bool) -> None:
         remember_recipe(setup.out / RECIPE)
         if new:
             manifest.write_manifest(setup.out, manifest.list_images(setup.data, setup.recipe.hash_data))
+
+
+def training_lengths(setup: RunSetup) -> list[int]:
+    """The lengths of the sequences that a run trains on: two where it starts with smaller images."""
+    small = setup.recipe.small_size
+    start = [] if small is None else [shown_config(setup.config, small).training_length]
+    return [*start, setup.config.training_length]
 
 
 def settle_run(setup: RunSetup, steps: int, cluster: Cluster) -> RunSetup:

@@ -1,13 +1,15 @@
 """The training step: micro-batches, gradients, the optimizer and averaged weights; and evaluation between steps.
 
 Everything random is a function of (seed, step), so that a resumed run equals the run that was never interrupted: the
-loader's batches, the model's dropout (its generator is seeded before every micro-batch) and the masks.
+loader's batches, the model's dropout (its generator is seeded before every micro-batch) and the masks. The size of
+images is the loader's too: the model takes what it is given.
 """
 
 import dataclasses
 import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,7 +21,8 @@ from vitlab.data.rng import keys
 from vitlab.device import has_bf16, out_of_memory
 from vitlab.errors import UserError
 from vitlab.evaluation.multi_label import EVEN
-from vitlab.models.config import ViTConfig
+from vitlab.models.config import Size, ViTConfig
+from vitlab.models.shown import show
 from vitlab.models.variants import Model, build
 from vitlab.models.vit import ViT
 from vitlab.terminal import warn
@@ -31,7 +34,7 @@ from vitlab.training.masked import MaskedPatches, PatchPrediction
 from vitlab.training.objectives import LOSSES, Classification, MultiLabel, Objective, blank_batch, measure_sums
 from vitlab.training.optim import Average, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from vitlab.training.parallel import Cluster, gather_full, gradient_sync, wrap_module
-from vitlab.training.recipe import plain_from
+from vitlab.training.recipe import plain_from, small_until
 from vitlab.training.setup import RunSetup, choose_micro, divisors, make_loaders
 from vitlab.training.sharded import read_state
 from vitlab.training.teacher import Distillation, Mapped, Teacher, feature_width, make_lesson
@@ -52,7 +55,8 @@ class Trainer:
         self.dtype = torch.float64 if r.precision == "float64" else torch.float32
         compiled = r.compile == "yes" or (r.compile == "auto" and cluster.device.type == "cuda")
         self.core, self.objective = self.make_core()
-        self.lesson = self.make_lesson(compiled=compiled)
+        self.size, self.compiled = setup.config.image_size, compiled  # of the images it trains on
+        self.lesson = self.make_lesson()
         self.module = wrap_module(self.core, cluster, recompute=r.recompute, compiled=compiled, parallel=r.parallel)
         betas, capturable = (r.beta1, r.beta2), r.cuda_graph and self.is_one_gpu
         self.optimizer = make_optimizer(
@@ -107,15 +111,15 @@ class Trainer:
             return student
         return Mapped(student, feature_width(teacher))
 
-    def make_lesson(self, *, compiled: bool) -> Distillation | None:
+    def make_lesson(self) -> Distillation | None:
         """What the run learns from its teacher, which is complete on every device; None without one."""
         model = self.setup.teacher
         if model is None:
             return None
-        teacher = Teacher(model, self.setup.preprocess, self.setup.config.image_size)
+        teacher = Teacher(model, self.setup.preprocess, self.size)
         teacher.to(self.cluster.device, self.dtype)
-        if compiled:
-            teacher.compile()
+        if self.compiled:
+            teacher.compile(dynamic=False)
         return make_lesson(self.recipe, self.objective, model, teacher)
 
     def restore(self) -> CheckpointMeta:
@@ -189,8 +193,18 @@ class Trainer:
         if not self.module.training:
             self.module.train()
         batch = next(self.batches)
+        self.train_at((batch.images.shape[2], batch.images.shape[3]))
         torch.manual_seed(dropout_seed(self.recipe.seed, step, part, self.cluster.rank))
         return batch
+
+    def train_at(self, size: Size) -> None:
+        """Take training images of a size from now on; a recorded step is for one size alone."""
+        if size != self.size:
+            if self.graphed is not None:
+                torch.cuda.synchronize()  # it may be running
+            self.size, self.graphed = size, None
+            self.lesson = self.make_lesson()
+        show(self.model, size)
 
     def backward(self, batch: Batch, step: int) -> Tensor:
         """Add a micro-batch's share to the gradients; return its share of the loss."""
@@ -231,9 +245,10 @@ class Trainer:
 
     def replay(self, step: int) -> StepResult:
         """A step as one CUDA graph, once it is recorded."""
+        batch = self.next_batch(step, 0)
         if self.graphed is None:
             self.graphed = GraphedStep(lambda batch: (self.backward(batch, step), self.optimizer_step()))
-        return self.graphed(self.next_batch(step, 0))
+        return self.graphed(batch)
 
     # ---- micro-batches
 
@@ -245,6 +260,7 @@ class Trainer:
     def batches_from(self, step: int) -> Iterator[Batch]:
         """This process's micro-batches from a step on, without end."""
         self.loader.batch, self.loader.plain_from = self.micro * self.cluster.world, plain_from(self.recipe)
+        self.loader.small_size, self.loader.small_until = self.recipe.small_size, small_until(self.recipe)
         return map(self.cast, self.loader.batches(step * self.parts))
 
     def cast(self, batch: Batch) -> Batch:
@@ -294,6 +310,7 @@ class Trainer:
     def measure(self, split: str) -> list[float]:
         """The objective's sums on a split, every image that can be read counted once over all processes."""
         self.module.eval()
+        show(self.model, self.setup.config.image_size)
         loader = self.eval_loaders[split]
         most = -(-len(loader.source) // self.cluster.world)  # images of the process that has most
         passes = -(-most // loader.batch)
@@ -326,6 +343,12 @@ class Trainer:
     def is_sharded(self) -> bool:
         return self.module is self.core and self.cluster.world > 1
 
+    @property
+    def model(self) -> Model:
+        """The run's product, inside of what learns."""
+        inside = self.core.student if isinstance(self.core, Mapped) else self.core
+        return cast(Model, inside.vit if isinstance(inside, MaskedPatches) else inside)
+
     def state(self) -> dict[str, Tensor]:
         """All tensors that a checkpoint holds, by name; nothing is copied."""
         return checkpoint.collect_state(self.core, self.optimizer, self.average)
@@ -333,9 +356,8 @@ class Trainer:
     def final_weights(self) -> dict[str, Tensor]:
         """The model's weights, or its low-rank updates, on the CPU, unsharded, and averaged if the run averages."""
         with self.average.swap_in() if self.average is not None else nullcontext():
-            model = self.core.student if isinstance(self.core, Mapped) else self.core
-            model = model.vit if isinstance(model, MaskedPatches) else model
-            return {name: gather_full(tensor).detach().cpu().clone() for name, tensor in own_state(model).items()}
+            state = own_state(self.model).items()
+            return {name: gather_full(tensor).detach().cpu().clone() for name, tensor in state}
 
 
 def dropout_seed(*parts: int) -> int:
