@@ -160,8 +160,8 @@ def test_a_model_that_cannot_take_them_is_refused_before_the_run(
 @pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
     """Over the switch, and from a checkpoint before it."""
-    settings = ("model=Ti/2", "image_size=8", "small_size=4", "steps=20", "checkpoint_every=8", "lr=0.003")
-    settings += ("precision=float64", "ema=0.9")
+    settings = ["model=Ti/2", "image_size=8", "small_size=4", "steps=20", "checkpoint_every=8", "lr=0.003"]
+    settings += ["precision=float64", "ema=0.9"]
     train_by(tmp_path / "one", 1, *settings)
     train_by(tmp_path / "two", 2, *settings)
     one, two = ([r["loss"] for r in records(tmp_path / name) if "loss" in r] for name in ("one", "two"))
