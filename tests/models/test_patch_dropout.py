@@ -133,6 +133,7 @@ def test_a_hybrid_drops_patches_of_its_map() -> None:
     assert seen == [torch.Size([2, 1 + round(patches / 2), 192])]
 
 
+@pytest.mark.slow
 def test_one_graph(randomize: Fill) -> None:
     """Compiled without a break, forwards and backwards; shapes do not depend on chance, so it is compiled once."""
     torch._dynamo.reset()
