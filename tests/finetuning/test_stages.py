@@ -241,6 +241,7 @@ def test_the_first_stage_and_the_test_keep_the_budget(image: float, minutes: int
     assert (rows + tests + OVERHEAD) * image <= 1.3 * 60 * minutes
 
 
+@pytest.mark.slow
 def test_a_slow_machine_learns_from_fewer_images(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a pace at which only a part fits: the result is a head, learned and tested on some images of every class."""
     monkeypatch.setattr(run, "image_seconds", lambda *_: 0.25)

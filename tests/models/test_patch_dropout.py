@@ -12,7 +12,7 @@ from vitlab.cost import cost, forward_flops
 from vitlab.errors import UserError
 from vitlab.models.config import ViTConfig
 from vitlab.models.variants import configure
-from vitlab.models.vit import ViT
+from vitlab.models.vit import Block, ViT
 from vitlab.training.masked import MaskedPatches
 
 Fill = Callable[..., Any]
@@ -71,6 +71,7 @@ def masked_pass(model: ViT, x: Tensor, stays: Tensor) -> Tensor:
     before pooling."""
     hidden = torch.zeros(len(stays), dtype=x.dtype).masked_fill(~stays, -torch.inf)
     for block in model.blocks:
+        assert isinstance(block, Block)
         q, k, v, _ = block.attention.project(block.norm1(x), model.rotary)
         weights = (q @ k.mT / q.shape[-1] ** 0.5 + hidden).softmax(-1)
         x = x + block.attention.mix(weights @ v, x)
@@ -132,6 +133,7 @@ def test_a_hybrid_drops_patches_of_its_map() -> None:
     assert seen == [torch.Size([2, 1 + round(patches / 2), 192])]
 
 
+@pytest.mark.slow
 def test_one_graph(randomize: Fill) -> None:
     """Compiled without a break, forwards and backwards; shapes do not depend on chance, so it is compiled once."""
     torch._dynamo.reset()

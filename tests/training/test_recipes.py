@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+from families import mostly_slow
 
 from vitlab.cost import cost
 from vitlab.data.transforms import Augment
@@ -150,7 +151,9 @@ def test_every_recipe_builds_and_goes_through_json(name: str) -> None:
     assert length(recipe)
 
 
-@pytest.mark.parametrize("name", ["digits", "pets-96", "B/16-imagenet", "R50x1-jft", "R50+B/16-jft"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["digits", "pets-96", "B/16-imagenet", "R50x1-jft", "R50+B/16-jft"], "digits", "R50+B/16-jft")
+)
 def test_costs_are_those_that_cost_counts(name: str) -> None:
     recipe = find(name).recipe
     settings = recipe.model_settings | {"image_size": recipe.image_size, "classes": 1000}

@@ -159,14 +159,16 @@ def test_a_model_that_cannot_take_them_is_refused_before_the_run(
 
 @pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
-    """Over the switch, and from a checkpoint before it."""
-    settings = ("model=Ti/2", "image_size=8", "small_size=4", "steps=20", "checkpoint_every=8", "lr=0.003")
-    settings += ("precision=float64", "ema=0.9")
+    """Over the switch, with a complete model in each and with its shards."""
+    settings = ["model=Ti/2", "image_size=8", "small_size=4", "steps=20", "checkpoint_every=8", "lr=0.003"]
+    settings += ["precision=float64", "ema=0.9"]
     train_by(tmp_path / "one", 1, *settings)
-    train_by(tmp_path / "two", 2, *settings)
-    one, two = ([r["loss"] for r in records(tmp_path / name) if "loss" in r] for name in ("one", "two"))
-    assert len(one) == 20
-    np.testing.assert_allclose(two, one, rtol=1e-9)
+    alone = [r["loss"] for r in records(tmp_path / "one") if "loss" in r]
+    assert len(alone) == 20
+    for parallel in ("ddp", "fsdp"):
+        train_by(tmp_path / parallel, 2, *settings, f"parallel={parallel}")
+        shared = [r["loss"] for r in records(tmp_path / parallel) if "loss" in r]
+        np.testing.assert_allclose(shared, alone, rtol=1e-9, err_msg=parallel)
 
 
 @pytest.mark.gpu

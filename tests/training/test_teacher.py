@@ -267,8 +267,9 @@ def test_the_features_error_starts_at_one_and_falls() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"teacher_share": 0.7, "teacher_temperature": 2.0},
-        {"teacher_share": 0.0, "teacher_features": 1.0},
+        pytest.param({"teacher_share": 0.7, "teacher_temperature": 2.0}, marks=pytest.mark.slow),
+        {"teacher_share": 0.3, "teacher_temperature": 2.0, "teacher_features": 1.0},  # of which this has every part
+        pytest.param({"teacher_share": 0.0, "teacher_features": 1.0}, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_resumes_to_the_bit(

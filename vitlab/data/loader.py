@@ -138,7 +138,7 @@ class TrainLoader(Loader):
         grown = self.small_until // self.batch if self.small_size else 0
         plain = math.inf if self.plain_from is None else self.plain_from // self.batch
         starts = sorted({step, *(int(start) for start in (grown, plain) if step < start < math.inf)})
-        for start, end in itertools.pairwise([*starts, None]):
+        for start, end in itertools.zip_longest(starts, starts[1:]):
             numbers = itertools.count(start) if end is None else range(start, end)
             size = self.small_size if self.small_size and start < grown else self.image_size
             yield from self._batches(numbers, size, self.augment if start < plain else self.augment.plain())

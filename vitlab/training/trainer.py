@@ -55,7 +55,8 @@ class Trainer:
         self.dtype = torch.float64 if r.precision == "float64" else torch.float32
         compiled = r.compile == "yes" or (r.compile == "auto" and cluster.device.type == "cuda")
         self.core, self.objective = self.make_core()
-        self.size, self.compiled = setup.config.image_size, compiled  # of the images it trains on
+        self.size = setup.config.image_size  # of the images it trains on
+        self.compiled = compiled
         self.lesson = self.make_lesson()
         self.module = wrap_module(self.core, cluster, recompute=r.recompute, compiled=compiled, parallel=r.parallel)
         betas, capturable = (r.beta1, r.beta2), r.cuda_graph and self.is_one_gpu
