@@ -11,12 +11,16 @@ TIMELESS := $(wildcard tests/test_docs.py tests/test_tutorial.py tests/test_site
 	tests/test_demo.py tests/test_report.py tests/weights tests/evaluation tests/studies \
 	tests/training/test_parallel.py tests/training/test_recipes.py tests/training/test_resume.py)
 
-.PHONY: demo test test-slow chaos lint docs clean
+.PHONY: demo test quick test-slow chaos lint style types docs clean
 
 demo: $(READY)
 	$(BIN)/vitlab demo
 
-test: lint
+# Types are checked on one core for a minute, beside the tests.
+test: style
+	$(MAKE) --jobs=2 types quick
+
+quick: $(READY)
 	$(BIN)/pytest -m "not slow" -n auto --dist loadfile # a file's runs and servers are made once
 
 test-slow: $(READY)
@@ -28,9 +32,13 @@ chaos: $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[chaos]"
 	cd tests && ../$(BIN)/python -m chaos
 
-lint: $(READY)
+lint: style types
+
+style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(READY)
 	$(BIN)/mypy
 
 # The documentation as a site, in site/; any warning is an error.

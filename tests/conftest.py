@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import vitlab
 from vitlab.cli import main
+from vitlab.weights import box
 
 M = TypeVar("M", bound=nn.Module)
 ADDED = (
@@ -102,3 +103,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small") / "run"
     vitlab.save(vitlab.create("Ti/4", image_size=8, depth=1, width=24, heads=2, mlp=48, classes=10), folder)
     return folder
+
+
+# ---- the model in the box
+
+
+@pytest.fixture
+def no_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the package without weights in the box."""
+    monkeypatch.setattr(box, "FOLDER", tmp_path / "no box")
+
+
+@pytest.fixture
+def boxed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small model in the place of the one in the box."""
+    model = fill(vitlab.create("Ti/8", image_size=32, depth=2, width=32, heads=2, mlp=64, classes=3))
+    vitlab.save(model.half(), tmp_path / "packaged", labels=["acorn", "goose", "umbrella"])
+    monkeypatch.setattr(box, "FOLDER", tmp_path / "packaged")
+    return tmp_path / "packaged"

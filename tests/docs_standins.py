@@ -19,6 +19,7 @@ from PIL import Image
 
 import vitlab
 from vitlab.data.imagenet import synsets
+from vitlab.weights import box
 
 Make = Callable[[Path], None]
 CLASSES = ("beagle", "pug", "tabby")
@@ -265,6 +266,13 @@ PAGES: dict[str, Page] = {
         replace={"the.host": "127.0.0.1"},
         parsed={"docker": "needs Docker; tests/serving/test_dockerfile.py checks what it can"},
         append={"vitlab finetune": TUNED},
+    ),
+    "docs/box.md": Page(
+        files={"photo.jpg": photo, "other.jpg": photo, "photos": class_folders, "box": run()},
+        replace={} if box.is_there() else {'"box"': '"./box"'},
+        parsed={"python benchmarks": "needs a finished run", "vitlab evaluate": "needs Tiny-ImageNet"}
+        | ({} if box.is_there() else {"vitlab": "this copy has no weights in the box"}),
+        names=lambda: {"vitlab": vitlab},
     ),
     "docs/results/timm.md": Page(),
     "docs/results/README.md": Page(

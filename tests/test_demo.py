@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+import vitlab
 from vitlab import demo
 from vitlab.data.open import open_data
 from vitlab.errors import UserError
@@ -43,17 +44,34 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_shows_mistakes_steps_and_predictions(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_shows_mistakes_steps_and_predictions(out: Path, capfd: pytest.CaptureFixture[str], no_box: None) -> None:
     console = recording()
     demo.show(console, out)
     text = printed(console)
     assert "12 of its mistakes:" in text
     assert "cut into 4 x 4 patches of 2 x 2 pixels" in text
+    assert "no photo: this copy of vitlab has no model in the box" in text
     assert [line.strip().split("   ")[0] for line in text.splitlines()[-3:]] == [command for command, _ in demo.NEXT]
     predictions = capfd.readouterr().out.splitlines()
     assert [line.split()[0][-13:] for line in predictions[1:]] == [f"samples/{i}.png" for i in range(10)]
     for figure in ("positions.png", "3/classes.png", "3/steps.png"):
         assert Image.open(out / "inside" / figure).size[0] > 400
+
+
+def test_the_photo_of_the_package(out: Path, boxed: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    console = recording()
+    demo.show_photo(console, out)
+    text = printed(console)
+    assert (out / "photo.jpg").read_bytes() == (Path(vitlab.__file__).parent / "box" / "photo.jpg").read_bytes()
+    file, name, *_ = capfd.readouterr().out.splitlines()[1].split()
+    model = vitlab.load(boxed)
+    assert file.endswith("photo.jpg")
+    assert name == model.labels[int(model(model.preprocess(out / "photo.jpg")).argmax())]
+    assert "what happens to a photo" in text
+    assert "cut into 4 x 4 patches of 8 x 8 pixels" in text
+    assert f"the prediction is {name}" in text
+    for picture in ("photo-looked.png", "photo/steps.png", "photo/classes.png"):
+        assert Image.open(out / "inside" / picture).size[0] > 400
 
 
 def test_the_files_are_test_digits(out: Path) -> None:
@@ -94,11 +112,12 @@ def test_another_run_in_its_folder_is_not_changed(out: Path, monkeypatch: pytest
     assert (out / "model.safetensors").read_bytes() == before
 
 
-def test_it_works_without_matplotlib(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_works_without_matplotlib(out: Path, boxed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     console = recording()
     demo.show(console, out)
-    assert "no figures: figures need matplotlib" in printed(console)
+    assert printed(console).count("no figures: figures need matplotlib") == 2
+    assert (out / "inside" / "photo-looked.png").exists()
     assert "Next, with your own photos" in printed(console)
 
 

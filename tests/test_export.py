@@ -17,7 +17,7 @@ import onnxruntime
 import pytest
 import torch
 from conftest import fill
-from families import FAMILIES, family
+from families import FAMILIES, family, mostly_slow
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
@@ -366,7 +366,7 @@ vitlab.cli.main()
 """
 
 
-@pytest.mark.parametrize("name", ["new.pt2", "new.onnx"])
+@pytest.mark.parametrize("name", mostly_slow(["new.pt2", "new.onnx"], "new.onnx"))
 def test_ctrl_c_is_one_line(name: str, model: Path, tmp_path: Path) -> None:
     """Also inside a library that would catch an exception and raise an error of its own; no file is left."""
     target = tmp_path / name

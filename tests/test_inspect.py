@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import mostly_slow
 from PIL import Image
 
 import vitlab
@@ -117,7 +118,7 @@ def test_arrays_are_what_the_functions_give(
         assert not (tmp_path / "out" / name / "steps.png").exists()
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "plain"])
+@pytest.mark.parametrize("name", mostly_slow([name for name in MODELS if name != "plain"], "attention pool", "axial"))
 def test_every_kind_of_model(
     name: str, pictures: Path, tmp_path: Path, randomize: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,9 +2,14 @@
 
 import ast
 import importlib.metadata
+import os
 import re
+import shutil
+import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -83,3 +88,70 @@ def test_data_files_are_part_of_the_package() -> None:
 def test_public_names_are_importable() -> None:
     assert all(getattr(vitlab, name).__doc__ for name in vitlab.__all__)
     assert set(vitlab.__all__) <= set(dir(vitlab))
+
+
+# ---- the built package
+
+
+@pytest.fixture
+def sources(tmp_path: Path, boxed: Path) -> Path:
+    """What is needed to build, with a small model in the box."""
+    folder = tmp_path / "sources"
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        folder.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "vitlab", folder / "vitlab", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("model.safetensors", "config.json"):
+        shutil.copy(boxed / name, folder / "vitlab" / "box")
+    (folder / "vitlab" / "box" / "README.md").write_text("card")
+    return folder
+
+
+BUILD = "from setuptools import build_meta as b; b.build_wheel('dist'); b.build_sdist('dist')"
+PREDICT = """
+import sys
+sys.modules["matplotlib"] = None
+import vitlab
+print(vitlab.__file__, file=sys.stderr)
+from vitlab.cli import main
+sys.argv = ["vitlab", "predict", "photo.jpg", "--device", "cpu"]
+main()
+"""
+
+
+@pytest.mark.slow
+def test_wheel_and_source_archive_carry_the_model_in_the_box(sources: Path, tmp_path: Path) -> None:
+    """Built without a network; the unpacked wheel answers, with a name and a picture, without optional packages."""
+    (sources / "dist").mkdir()
+    done = subprocess.run([sys.executable, "-c", BUILD], cwd=sources, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    box = {f"vitlab/box/{name}" for name in ("model.safetensors", "config.json", "README.md", "NOTICE", "photo.jpg")}
+    (wheel,), (archive,) = (sources / "dist").glob("*.whl"), (sources / "dist").glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as file:
+        names = set(file.namelist())
+        file.extractall(tmp_path / "installed")
+    licenses = {name.partition(".dist-info/licenses/")[2] for name in names if ".dist-info/licenses/" in name}
+    assert box <= names
+    assert licenses == {"LICENSE", "vitlab/box/NOTICE"}
+    assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
+    with tarfile.open(archive) as tar:
+        assert box | {"LICENSE"} <= {name.partition("/")[2] for name in tar.getnames()}
+    here = tmp_path / "here"
+    here.mkdir()
+    shutil.copy(tmp_path / "installed" / "vitlab" / "box" / "photo.jpg", here)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    words = [sys.executable, "-c", PREDICT]
+    done = subprocess.run(words, cwd=here, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(str(tmp_path / "installed"))
+    assert done.stdout.splitlines()[1].split()[1] in ("acorn", "goose", "umbrella")
+    assert (here / "looked" / "photo-looked.png").stat().st_size > 1000
+
+
+def test_the_box_is_small_enough() -> None:
+    """The weights, where this copy has them, and all that is beside them."""
+    box = ROOT / "vitlab" / "box"
+    sizes = {path.name: path.stat().st_size for path in box.iterdir()}
+    assert sizes.get("model.safetensors", 0) <= 12_000_000
+    assert sum(size for name, size in sizes.items() if name != "model.safetensors") < 200_000
+    assert ("model.safetensors" in sizes) == ("config.json" in sizes) == ("README.md" in sizes)

@@ -28,7 +28,8 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # missing in
 
 @dataclass(frozen=True)
 class Cost:
-    """Per image: forward operations, bytes a GPU keeps for the backward pass in mixed bf16; and the model's size."""
+    """Per image, as training has it: forward operations, bytes a GPU keeps for the backward pass in mixed bf16; and the
+    model's size."""
 
     parameters: int
     length: int
@@ -83,7 +84,8 @@ def forward_flops(config: ModelConfig) -> int:
     stem = 0 if c.stem is None else convolution_flops(c.stem, c.image_size)
     embed = 2 * rows * (3 if c.stem is None else c.stem.channels) * c.patch**2 * c.width
     mlp = (3 if c.mlp_kind == "swiglu" else 2) * c.width * c.mlp
-    block = 2 * c.length * (4 * c.width**2 + mlp) + 4 * c.length**2 * c.width  # dense layers, attention
+    tokens = c.training_length
+    block = 2 * tokens * (4 * c.width**2 + mlp) + 4 * tokens**2 * c.width  # dense layers, attention
     head = 2 * c.width * c.prelogits + 2 * c.features * c.classes
     return stem + embed + c.depth * block + head
 

@@ -1,7 +1,7 @@
 """`vitlab demo`: train a small ViT on handwritten digits, on any CPU, and show its predictions and mistakes.
 
 The run's folder also gets digits as files, to try the other commands on: samples/, one of each, and photos/, with one
-folder per class. All of them are from the test set.
+folder per class. All of them are from the test set. Last comes a photo, which the model in the box classifies.
 """
 
 from pathlib import Path
@@ -25,14 +25,14 @@ from vitlab.terminal import Terminal
 from vitlab.training.recipe import Recipe
 from vitlab.training.recipes import find
 from vitlab.training.setup import read_recipe
-from vitlab.weights import load
+from vitlab.weights import box, load
 from vitlab.weights.formats.vitlab import WEIGHTS
 
 MOST_SHOWN = 12
 PHOTOS = 20  # files of each digit
 NEXT = (
     ("vitlab finetune photos/ --weights google/vit-base-patch16-224 --out runs/mine", "photos/: one folder per class"),
-    ("vitlab predict runs/mine photo.jpg", "the class of an image"),
+    ("vitlab predict runs/mine photo.jpg", "the class of an image; without runs/mine, by the small model in vitlab"),
     ("vitlab serve runs/mine", "a web page to drop images on"),
 )
 
@@ -59,7 +59,7 @@ def show(console: Terminal, out: Path) -> None:
     tests = next(EvalLoader(data.test, size, preprocess, batch=len(data.test)).batches())
     samples = out / "samples"
     show_mistakes(console, model, tests)
-    show_steps(console, model, tests.images[:1])
+    show_steps(console, model, tests.images[:1], "a digit")
     write_digits(data.test, out)
     console.print(f"\nvitlab predict {out} {samples}", soft_wrap=True)
     predict_files(str(out), [str(samples)], kind="table")
@@ -67,14 +67,35 @@ def show(console: Terminal, out: Path) -> None:
         Gallery(model, out / "inside", ("positions", "classes", "steps")).write([samples / "3.png"], lambda line: None)
     except UserError as error:  # matplotlib is optional
         console.print(f"no figures: {error}", soft_wrap=True)
+    show_photo(console, out)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_row("report.html", "training curves, accuracy, mistakes: open it in a browser")
     table.add_row("inside/", "the evidence for each class, and the five steps, as images")
+    if box.is_there():
+        table.add_row(box.PHOTO.name, "a photo to try `vitlab predict` and `vitlab serve` on, without a model")
     table.add_row("photos/, samples/", "digits to try the other commands on, as in docs/tutorial.md")
     console.print(f"\nin {out}:", table, sep="\n")
     console.print("\nNext, with your own photos:", style="bold")
     for command, what in NEXT:
         console.print(f"  {command}   [dim]# {what}[/]", markup=True, soft_wrap=True)
+
+
+def show_photo(console: Terminal, out: Path) -> None:
+    """Show what the model in the box finds in the photo of the package, and its five steps, also as figures."""
+    if not box.is_there():
+        console.print("\nno photo: this copy of vitlab has no model in the box", soft_wrap=True)
+        return
+    photo, model = out / box.PHOTO.name, load(box.NAME)
+    with write_errors(photo):
+        photo.write_bytes(box.PHOTO.read_bytes())
+    console.print(f"\nvitlab predict {photo}", soft_wrap=True)
+    predict_files(box.NAME, [str(photo)], kind="table", look=out / "inside")
+    assert isinstance(model, ViT)
+    show_steps(console, model, model.preprocess(photo), "a photo")
+    try:
+        Gallery(model, out / "inside", ("classes", "steps")).write([photo], lambda line: None)
+    except UserError as error:
+        console.print(f"no figures: {error}", soft_wrap=True)
 
 
 # ---- digits as files
@@ -97,19 +118,22 @@ def write_digits(source: ImageSource, out: Path) -> None:
 
 
 @torch.no_grad()
-def show_steps(console: Terminal, model: ViT, image: Tensor) -> None:
+def show_steps(console: Terminal, model: ViT, image: Tensor, what: str) -> None:
     def shape(x: Tensor) -> str:
         return " x ".join(map(str, x.shape[1:]))
 
     size, (h, w) = model.config.patch, model.config.grid
     tokens, logits = model.tokens(image), model(image)
-    table = Table("step", "what happens to a digit", "shape", title="The five steps of the Vision Transformer")
+    prefix = "put a class token first, " if model.config.token else ""
+    pooled = "class token" if model.config.pool == "token" else "pooled tokens"
+    guess = model.labels[int(logits.argmax())]
+    table = Table("step", f"what happens to {what}", "shape", title="The five steps of the Vision Transformer")
     table.add_row("", "the image: RGB, height, width", shape(image))
     table.add_row("1", f"cut into {h} x {w} patches of {size} x {size} pixels", f"{h * w} x {3 * size * size}")
     table.add_row("2", "project each patch to a token", shape(model.patches(image)))
-    table.add_row("3", "put a class token first, add positions", shape(tokens))
+    table.add_row("3", f"{prefix}add positions", shape(tokens))
     table.add_row("4", f"{model.config.depth} encoder blocks: attention, then MLP", shape(tokens))
-    table.add_row("5", f"classify the class token: the prediction is {logits.argmax()}", shape(logits))
+    table.add_row("5", f"classify the {pooled}: the prediction is {guess}", shape(logits))
     console.print(table)
 
 

@@ -65,7 +65,7 @@ def send(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 @contextmanager
-def sound_kernels(device: torch.device, tokens: int) -> Iterator[None]:
+def sound_kernels(device: torch.device, *tokens: int) -> Iterator[None]:
     """Without two kernels of cuDNN: its attention where the gradient is wrong, and convolutions that do not repeat.
 
     For sequences of 64, 192, 320 ... tokens the attention now and then gives a gradient of NaN on Hopper GPUs with
@@ -77,7 +77,7 @@ def sound_kernels(device: torch.device, tokens: int) -> Iterator[None]:
     """
     before = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cudnn.deterministic
     if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(before[0] and tokens % 128 != 64)
+        torch.backends.cuda.enable_cudnn_sdp(before[0] and all(length % 128 != 64 for length in tokens))
         torch.backends.cudnn.deterministic = True
     try:
         yield

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, family
+from families import FAMILIES, family, mostly_slow
 from torch import Tensor, nn
 
 import vitlab
@@ -234,7 +234,7 @@ def compiled_by_block(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("how", [compiled_outside, compiled_in_place, compiled_by_block])
-@pytest.mark.parametrize("name", ["plain", "axial"])
+@pytest.mark.parametrize("name", mostly_slow(["plain", "axial"], "plain"))
 def test_compiled_models(name: str, how: Callable[[Any], Any], randomize: Fill) -> None:
     torch._dynamo.reset()
     model, images = prepare(name, randomize)

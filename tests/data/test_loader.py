@@ -11,6 +11,7 @@ import pytest
 import torch
 from pictures import arrays, picture, write_folder
 from PIL import Image
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from vitlab.data.decoder import DecodeHint
 from vitlab.data.images import BrokenImage
@@ -327,7 +328,8 @@ class Fatal(ArraySource):
         return super().image(index, shrink)
 
 
-def test_a_killed_worker_is_a_user_error() -> None:
+def test_a_killed_worker_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.5,))  # s until torch looks
     good = arrays()
     source = Fatal("fatal", good.pixels, good.labels, good.classes)
     with pytest.raises(

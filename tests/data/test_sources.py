@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -332,32 +331,6 @@ for name in ("some/set", "some/set@v1.0", "some/set@{old}"):
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | settings, cwd=tmp_path
     )
     assert done.stdout.splitlines() == [f"ant bee {new}", f"ash oak {old}", f"ash oak {old}"], done.stderr
-
-
-# ---- torchvision
-
-
-def test_cifar10_from_files_as_torchvision_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchvision reads the files; only its checksums are skipped, since these files were made here."""
-    import pickle
-
-    import torchvision.datasets
-
-    rng = np.random.default_rng(0)
-    folder = tmp_path / "cifar10" / "cifar-10-batches-py"
-    folder.mkdir(parents=True)
-    pixels = rng.integers(0, 256, (6, 4, 3072), dtype=np.uint8)
-    for i, name in enumerate([f"data_batch_{k}" for k in range(1, 6)] + ["test_batch"]):
-        (folder / name).write_bytes(pickle.dumps({"data": pixels[i], "labels": [0, 1, 2, 3]}))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
-    monkeypatch.setattr(torchvision.datasets.CIFAR10, "_check_integrity", lambda self: True)
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
-    monkeypatch.setenv("VITLAB_DATA", str(tmp_path))
-    data = open_data("cifar10")
-    assert (len(data.train), len(data.test), len(data.classes)) == (20, 4, 10)
-    expected = pixels[5, 2].reshape(3, 32, 32).transpose(1, 2, 0)
-    assert (np.asarray(data.test.image(2)) == expected).all()
-    assert Counter(data.train.labels.tolist()) == {0: 5, 1: 5, 2: 5, 3: 5}
 
 
 def test_a_part_of_each_class_is_held_out_for_validation() -> None:

@@ -289,6 +289,7 @@ def test_a_start_counts_more_than_once(weights: str) -> None:
     assert seen[0] - seen[1] == pytest.approx(2 * 2.2 * 20 / (3.2 * 0.05), abs=2)
 
 
+@pytest.mark.slow
 def test_a_slow_machine_learns_from_fewer_images(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a pace at which only a part fits: the result is a head, learned and tested on some images of every class."""
     monkeypatch.setattr(run, "image_seconds", lambda *_: 0.25)

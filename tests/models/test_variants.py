@@ -8,6 +8,7 @@ import torch
 import vitlab
 from vitlab.errors import UserError
 from vitlab.models.config import StemConfig, ViTConfig
+from vitlab.models.meta import Uninitialized
 from vitlab.models.variants import LISTED, SIZES, STAGES, Model, configure, name_of
 
 # At 224 px with 1000 classes. ViT and hybrids: the published counts. ResNets: see `resnet_parameters`.
@@ -30,7 +31,7 @@ def parameters(model: Model) -> int:
 
 
 def make(name: str, **settings: object) -> Model:
-    with torch.device("meta"):
+    with torch.device("meta"), Uninitialized():
         return vitlab.create(name, **settings)
 
 

@@ -103,7 +103,7 @@ FIGURES: dict[str, Callable[[], Any]] = {
 }
 
 
-SLOW = {"steps, registers", "steps, registers, tall", "steps, many registers"}
+SLOW = {"heads", "filters", "steps, registers", "steps, registers, tall", "steps, many registers"}
 
 
 @pytest.mark.parametrize("name", mostly_slow(FIGURES, *(FIGURES.keys() - SLOW)))

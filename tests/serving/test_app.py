@@ -22,6 +22,7 @@ import vitlab
 from vitlab.analysis.class_map import class_map
 from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
+from vitlab.models.config import ResNetConfig
 from vitlab.prediction import Classifier
 from vitlab.serving.app import create_app
 from vitlab.serving.limits import Limits
@@ -35,14 +36,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def client(run: Path, **settings: Any) -> Iterator[tuple[TestClient, Service]]:
-    service = Service(Classifier(run, "cpu"), ServiceSettings(name="small", **settings))
+    """A server in this process; one process decodes, as each costs a quarter of a second."""
+    service = Service(Classifier(run, "cpu"), ServiceSettings(name="small", **({"processes": 1} | settings)))
     with TestClient(create_app(service)) as http:
         yield http, service
 
 
 @pytest.fixture(scope="module")
 def http(run: Path) -> Iterator[TestClient]:
-    with client(run) as (http, _):
+    with client(run, processes=None) as (http, _):
         yield http
 
 
@@ -154,9 +156,9 @@ def test_a_map_leaves_the_model_as_it_is(run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "maps"),
     [
-        ("Ti/8", {"pool": "mean"}, (3, 3, 4, 4)),
+        pytest.param("Ti/8", {"pool": "mean"}, (3, 3, 4, 4), marks=pytest.mark.slow),
         ("Ti/8", {"attention": "axial"}, (6, 3, 4, 4)),
-        ("Ti/8", {"positions": "relative", "image_size": (32, 48)}, (3, 3, 4, 6)),
+        pytest.param("Ti/8", {"positions": "relative", "image_size": (32, 48)}, (3, 3, 4, 6), marks=pytest.mark.slow),
         ("R+Ti/16", {"image_size": 64}, (3, 3, 2, 2)),
     ],
 )
@@ -173,7 +175,9 @@ def test_every_kind_of_model_is_explained(
 
 
 def test_a_resnet_has_classes_and_a_reason_for_no_more(tmp_path: Path) -> None:
-    with client(save(tmp_path / "run", "R50x1")) as (http, _):
+    model = vitlab.build(ResNetConfig(image_size=(32, 32), stages=(1, 1), width=32, classes=len(NAMES)))
+    vitlab.save(model, tmp_path / "run", labels=NAMES)
+    with client(tmp_path / "run") as (http, _):
         answered = http.post("/v1/explain", files=form(encoded(photo()))).json()
         assert http.get("/v1/model").json()["kind"] == "resnet"
     assert len(answered["classes"]) == 5

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def http(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[TestClient]:
     run = save(tmp_path_factory.mktemp("runs") / "small")
-    service = Service(Classifier(run, "cpu"), ServiceSettings(corrections=folder))
+    service = Service(Classifier(run, "cpu"), ServiceSettings(corrections=folder, processes=1))
     with TestClient(create_app(service)) as http:
         yield http
 
@@ -118,7 +118,7 @@ def test_another_site_may_not_send_the_header(http: TestClient) -> None:
 
 def test_the_token_guards_corrections(tmp_path: Path) -> None:
     run = save(tmp_path / "run")
-    settings = ServiceSettings(token="secret", corrections=tmp_path / "new")
+    settings = ServiceSettings(token="secret", corrections=tmp_path / "new", processes=1)
     with TestClient(create_app(Service(Classifier(run, "cpu"), settings))) as http:
         assert correct(http, PNG, 0).status_code == 401
         assert files(tmp_path / "new") == {}

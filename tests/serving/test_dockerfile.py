@@ -1,8 +1,7 @@
-"""The Dockerfile, without Docker: its files exist, its commands are valid, its health check works on a real server."""
+"""The Dockerfile, without Docker: its files exist, its commands are valid; test_front.py has its health check."""
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from servers import shared_server
 
 from vitlab.cli import app
 
@@ -85,14 +83,3 @@ def test_the_command_is_accepted() -> None:
     parameters = typer.main.get_group(app).commands["serve"].make_context("serve", words[2:]).params
     assert (parameters["run"], parameters["host"]) == ("/model", "0.0.0.0")
     assert arguments("EXPOSE") == [str(parameters["port"])]
-
-
-def test_the_health_check() -> None:
-    words = json.loads(arguments("HEALTHCHECK")[0].partition("CMD")[2])
-    live = shared_server()
-    check = [sys.executable, *(word.replace(":8000/", f":{live.port}/") for word in words[1:])]
-    assert words[0] == "python"
-    assert check != [sys.executable, *words[1:]], shlex.join(words)
-    assert subprocess.run(check, timeout=20).returncode == 0
-    check[-1] = check[-1].replace(f":{live.port}/", ":9/")  # nothing listens there
-    assert subprocess.run(check, timeout=20, stderr=subprocess.DEVNULL).returncode != 0

@@ -1,8 +1,12 @@
 """Checks before a body is read, on the real server: the token, the Host header, and the end of a message."""
 
 import asyncio
+import json
 import re
+import shlex
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -10,6 +14,7 @@ import pytest
 from chaos.clients import besieged, health
 from prometheus_client.parser import text_string_to_metric_families
 from servers import SHORT, TIMEOUT, Running, answer, encoded, photo, shared_server, small_server
+from test_dockerfile import arguments
 from timing import assert_below, seconds
 
 PNG = encoded(photo())
@@ -199,3 +204,16 @@ def test_a_slow_reader_gets_all_of_it(live: Running) -> None:
             data += more
             time.sleep(0.1)
     assert data.count(b"HTTP/1.1 200") == number
+
+
+# ---- the Dockerfile's health check, here where a server is
+
+
+def test_the_health_check_of_the_dockerfile(live: Running) -> None:
+    words = json.loads(arguments("HEALTHCHECK")[0].partition("CMD")[2])
+    check = [sys.executable, *(word.replace(":8000/", f":{live.port}/") for word in words[1:])]
+    assert words[0] == "python"
+    assert check != [sys.executable, *words[1:]], shlex.join(words)
+    assert subprocess.run(check, timeout=20).returncode == 0
+    check[-1] = check[-1].replace(f":{live.port}/", ":9/")  # nothing listens there
+    assert subprocess.run(check, timeout=20, stderr=subprocess.DEVNULL).returncode != 0

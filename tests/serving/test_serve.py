@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 from servers import answer, encoded, photo, save, server
 
@@ -124,3 +125,16 @@ def test_the_limit_on_open_files_is_raised_or_there_are_fewer_connections(soft: 
     found, files = map(int, out.split())
     assert found == expected
     assert found < files <= hard
+
+
+@pytest.mark.slow
+def test_without_a_model_the_one_in_the_box_answers(boxed: Path) -> None:
+    program = f"from pathlib import Path; from vitlab.weights import box; box.FOLDER = Path({str(boxed)!r})"
+    words = (sys.executable, "-c", f"{program}; from vitlab.cli import main; main()", "serve", "--port", "0")
+    with server(boxed, "--device", "cpu", command=words) as running:
+        assert any(line.startswith("note: no model is named") for line in running.lines)
+        assert any(line.startswith("box on cpu: http") for line in running.lines)
+        files = {"image": ("photo.png", PNG)}
+        (image,) = httpx.post(f"{running.url}/v1/predict", files=files).json()["images"]
+        assert httpx.get(f"{running.url}/v1/model").json()["name"] == "box"
+    assert sorted(each["name"] for each in image["classes"]) == ["acorn", "goose", "umbrella"]

@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def client(run: Path, token: str | None = None, **settings: Any) -> Iterator[TestClient]:
     report = read_report(run, has_token=token is not None)
-    service = Service(Classifier(run, "cpu"), ServiceSettings(token=token, report=report, **settings))
+    service = Service(Classifier(run, "cpu"), ServiceSettings(token=token, report=report, processes=1, **settings))
     with TestClient(create_app(service)) as http:
         yield http
 

@@ -43,7 +43,8 @@ def test_both_ways_predict_small_classes_more_often(tmp_path: Path) -> None:
     data, found = uneven_digits(), {}
     images = next(EvalLoader(data.test, (8, 8), Preprocess(), batch=59).batches()).images
     for balance in ("none", "weights", "sampling"):
-        recipe = change(SMALL, balance=balance, steps=30, lr=1e-2, ema=0.0, mixup=0.0, label_smoothing=0.0)
+        recipe = change(SMALL, balance=balance, steps=30, lr=1e-2, ema=0.0, mixup=0.0, label_smoothing=0.0, depth=1)
+        recipe = change(recipe, evaluate_every=30, checkpoint_every=30, micro=32)
         train(recipe, tmp_path / balance, data=data, console=Console(quiet=True))
         with torch.no_grad():
             found[balance] = float(load(tmp_path / balance).eval()(images).softmax(1)[:, 5:].sum(1).mean())

@@ -177,7 +177,7 @@ class Gone(Gate):
 
 
 def test_a_hub_that_loses_the_model_is_one_line(
-    gpu: torch.device, gate: type[Gate], monkeypatch: pytest.MonkeyPatch
+    gpu: torch.device, gate: type[Gate], monkeypatch: pytest.MonkeyPatch, no_box: None
 ) -> None:
     for name in ("code", "error"):
         monkeypatch.setattr(gate, name, getattr(Gone, name))
@@ -193,7 +193,7 @@ def test_a_hub_that_loses_the_model_is_one_line(
 
 @pytest.mark.parametrize("how", ["offline", "no server"])
 def test_without_a_network_the_message_has_the_way_out(
-    how: str, gpu: torch.device, gate: type[Gate], monkeypatch: pytest.MonkeyPatch
+    how: str, gpu: torch.device, gate: type[Gate], monkeypatch: pytest.MonkeyPatch, no_box: None
 ) -> None:
     dead = "http://127.0.0.1:1"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", how == "offline")

@@ -24,7 +24,7 @@ from vitlab.training.optim import (
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 7, 50])
-@pytest.mark.parametrize("decay", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize("decay", ["linear", "cosine", "constant", "wsd"])
 def test_rate_at_every_step(decay: Decay, warmup: int) -> None:
     base, steps = 3e-3, 173
     for step in range(steps):
@@ -34,6 +34,8 @@ def test_rate_at_every_step(decay: Decay, warmup: int) -> None:
             expected = base * (steps - step) / (steps - warmup)
         elif decay == "cosine":
             expected = base * math.cos(math.pi / 2 * (step - warmup) / (steps - warmup)) ** 2
+        elif decay == "wsd":  # a straight line over the last fifth of the steps after the warm-up
+            expected = float(np.interp(step, [steps - (steps - warmup) / 5, steps], [base, 0]))
         else:
             expected = base
         found = learning_rate(step, base=base, steps=steps, warmup=warmup, decay=decay)
@@ -45,6 +47,8 @@ def test_linear_decay_to_a_rate_of_its_own() -> None:
     for step in range(10, 110):
         found = learning_rate(step, base=8e-4, steps=110, warmup=10, decay="linear", end=1e-5)
         assert found == pytest.approx(np.interp(step, [10, 110], [8e-4, 1e-5]), rel=1e-12)
+        late = learning_rate(step, base=8e-4, steps=110, warmup=10, decay="wsd", end=1e-5)
+        assert late == pytest.approx(np.interp(step, [90, 110], [8e-4, 1e-5]), rel=1e-12)
     for decay in ("cosine", "constant"):
         assert learning_rate(50, base=1.0, steps=90, warmup=10, decay=decay, end=0.5) == learning_rate(
             50, base=1.0, steps=90, warmup=10, decay=decay

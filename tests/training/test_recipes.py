@@ -5,13 +5,14 @@ import json
 from typing import Any
 
 import pytest
+from families import mostly_slow
 
 from vitlab.cost import cost
 from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
 from vitlab.models.variants import build, configure
 from vitlab.settings import from_json, to_json
-from vitlab.training.recipe import Recipe, change, override, resolve_length
+from vitlab.training.recipe import Recipe, change, make_recipe, override, plain_from, resolve_length
 from vitlab.training.recipes import AUGREG, IMAGES, RECIPES, check_ready, command, find, length, operations, run_flops
 
 # The paper's table 3, written out: name, epochs, base LR, decay, weight decay, dropout.
@@ -150,7 +151,9 @@ def test_every_recipe_builds_and_goes_through_json(name: str) -> None:
     assert length(recipe)
 
 
-@pytest.mark.parametrize("name", ["digits", "pets-96", "B/16-imagenet", "R50x1-jft", "R50+B/16-jft"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["digits", "pets-96", "B/16-imagenet", "R50x1-jft", "R50+B/16-jft"], "digits", "R50+B/16-jft")
+)
 def test_costs_are_those_that_cost_counts(name: str) -> None:
     recipe = find(name).recipe
     settings = recipe.model_settings | {"image_size": recipe.image_size, "classes": 1000}
@@ -200,7 +203,7 @@ def test_epochs_and_steps_replace_each_other() -> None:
         ("stepz=3", "did you mean 'steps'"),
         ("mixop=3", "did you mean 'mixup'"),
         ("steps=many", "steps must be an integer"),
-        ("optimizer=lion", "'adamw' or 'sgd'"),
+        ("optimizer=lion", "'adamw', 'sgd' or 'muon'"),
         ("steps", "key=value"),
         ("batch=0", "batch must be at least 1"),
         ("ema=1", "ema"),
@@ -239,3 +242,10 @@ def test_resolution_counts_steps() -> None:
     assert short.evaluate_every == short.steps  # a large test set is not gone through ten times for a small run
     with pytest.raises(UserError, match="multiple of 3"):
         resolve_length(find("B/16-imagenet").recipe, images=1_281_167, tests=50_000, world=3)
+
+
+def test_where_the_plain_end_of_a_run_begins() -> None:
+    recipe = make_recipe("Ti/4", "digits", steps=1000, batch=32, plain_end=0.1, mixup=0.2)
+    assert plain_from(recipe) == 900 * 32
+    assert plain_from(change(recipe, plain_end=0.0)) is None
+    assert plain_from(change(recipe, minutes=3)) is None  # not yet

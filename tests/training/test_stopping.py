@@ -69,7 +69,8 @@ def test_in_the_first_step_which_may_compile(tmp_path: Path, monkeypatch: pytest
     assert_same_run(plain_run(), tmp_path / "run")
 
 
-@pytest.mark.parametrize("call", [2, 7])  # with averaged weights in the middle; in the test after the last step
+# with averaged weights in the middle; in the test after the last step
+@pytest.mark.parametrize("call", [pytest.param(2, marks=pytest.mark.slow), 7])
 def test_while_testing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     with monkeypatch.context() as patch:
         send_signal_in(patch, Trainer, "measure", signal.SIGTERM, call)

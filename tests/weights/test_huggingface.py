@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tanh": {**SMALL, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
     "not square": {**SMALL, "image_size": [32, 48]},
 }
-TYPES = [torch.float32, torch.float64]
+TYPES = [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64]  # the stricter one is quick
 
 
 def save_theirs(model: Any, folder: Path) -> Path:

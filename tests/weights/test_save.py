@@ -39,7 +39,7 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_everything_is_restored(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = randomize(build(CONFIGS[name]), dtype)

@@ -15,7 +15,7 @@ from vitlab.models.variants import build
 from vitlab.weights import convert, load, save
 
 SMALL = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 128, "mlp_dim": 200}
-TYPES = [torch.float32, torch.float64]
+TYPES = [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64]  # the stricter one is quick
 
 
 def make(name: str) -> Any:

@@ -23,7 +23,7 @@ def finetune(
     settings: RecipeSettings = None,
     weights: Annotated[
         str | None,
-        Option(help="Weights to start from, by default from the hub; none: train from scratch."),
+        Option(help="Weights to start from, by default from the hub, else box, the package's own; none: from scratch."),
     ] = None,
     minutes: Annotated[
         float | None, Option(help="Time for everything; with 1, a CPU fits a head alone.", show_default="10")

@@ -23,7 +23,8 @@ def key_values(help: str) -> Any:
     return Argument(metavar="[KEY=VALUE]...", help=help)
 
 
-Run = Annotated[str, Argument(metavar="RUN", help="A run folder, a file of weights or a hub id.")]
+RUN = "A run folder, a file of weights or a hub id."
+Run = Annotated[str, Argument(metavar="RUN", help=RUN)]
 Data = Annotated[str, Argument(metavar="DATA", help="A folder with one folder per class, or any other data set.")]
 RecipeSettings = Annotated[KeyValues, key_values("Settings of the recipe: lr=0.001 epochs=5 mixup=0.2 ...")]
 Out = Annotated[Path, Option("--out", help="The run's folder.")]

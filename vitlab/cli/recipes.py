@@ -57,6 +57,7 @@ def print_list() -> None:
     for name, entry in RECIPES.items():
         r = entry.recipe
         cost = f"{run_flops(r) / 1e18:.3g}" if run_flops(r) < 1e21 else f"{run_flops(r) / 1e18:,.0f}"
+        cost = "" if r.minutes else cost
         table.add_row(name, r.model, r.data.rpartition("/")[2], length(r), f"{r.lr:g}", cost)
     console.print(table)
     console.print("The cost is that of the complete run. `vitlab recipes NAME` shows one with all its settings.")

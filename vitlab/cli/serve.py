@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rich.markup import escape
-from typer import Option
+from typer import Argument, Option
 
 from vitlab.cli.app import console, verb
-from vitlab.cli.options import Device, Refuse, Run, parse_size
+from vitlab.cli.options import RUN, Device, Refuse, parse_size
 from vitlab.errors import UserError
 from vitlab.terminal import printable
 from vitlab.text import listed
@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 
 
 @verb(
+    "vitlab serve",
     "vitlab serve runs/mine",
     "VITLAB_TOKEN=secret vitlab serve runs/mine --host 0.0.0.0 --port 80",
     "curl -F image=@cat.jpg localhost:8000/v1/predict",
 )
 def serve(
-    run: Run,
+    run: Annotated[
+        str | None, Argument(metavar="RUN", help=f"{RUN} If left out, box, the small model of the package.")
+    ] = None,
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 is every address.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 is any free one.")] = 8000,
     token: Annotated[
@@ -64,7 +67,12 @@ def serve(
     from vitlab.serving.limits import Limits
     from vitlab.serving.report import read_report
     from vitlab.serving.service import ServiceSettings
+    from vitlab.weights import box
 
+    if run is None:
+        console.remark("note", box.describe())
+    run = box.NAME if run is None else run
+    folder = box.find_folder() if run == box.NAME else Path(run).expanduser()
     token = os.environ.get("VITLAB_TOKEN") if token is None else token  # typer ignores an empty variable
     if token is not None and not token.strip():
         raise UserError("the token is empty; choose one, or leave out --token and unset VITLAB_TOKEN")
@@ -86,8 +94,8 @@ def serve(
         queue=queue,
         processes=workers,
         limits=limits,
-        samples=read_samples(Path(run).expanduser()) if samples else (),
-        report=read_report(Path(run).expanduser(), has_token=token is not None),
+        samples=read_samples(folder) if samples else (),
+        report=read_report(folder, has_token=token is not None),
         corrections=corrections and corrections.expanduser(),
     )
     run_server(run, device, host, port, settings, host_name or [], refuse)

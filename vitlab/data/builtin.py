@@ -5,18 +5,19 @@ from typing import Any
 
 import numpy as np
 
+from vitlab.data import cifar
 from vitlab.data.folder import FileSource
 from vitlab.data.source import ArraySource, ImageSource
 from vitlab.errors import UserError
 from vitlab.files import cache_folder
 
-# torchvision's class, its argument that chooses a split, and the value of that for each split
-SETS: dict[str, tuple[str, str, dict[str, str | bool]]] = {
-    "cifar10": ("CIFAR10", "train", {"train": True, "test": False}),
-    "cifar100": ("CIFAR100", "train", {"train": True, "test": False}),
+CIFAR = {"cifar10": "CIFAR10", "cifar100": "CIFAR100"}  # torchvision's classes
+# and of the others the argument that chooses a split too, and the value of that for each split
+PHOTOS: dict[str, tuple[str, str, dict[str, str]]] = {
     "oxford-pets": ("OxfordIIITPet", "split", {"train": "trainval", "test": "test"}),
     "flowers102": ("Flowers102", "split", {"train": "train", "validation": "val", "test": "test"}),
 }
+SETS = (*CIFAR, *PHOTOS)
 
 
 def digits() -> ArraySource:
@@ -32,28 +33,37 @@ def digits() -> ArraySource:
 
 
 def splits(name: str) -> dict[str, ImageSource]:
-    """The splits of a torchvision data set, downloaded once to the cache folder."""
+    """The splits of a set that torchvision downloads, once, to the cache folder."""
     import torchvision.datasets
 
-    kind, argument, values = SETS[name]
     root = cache_folder() / name
-    sources: dict[str, ImageSource] = {}
-    for split, value in values.items():
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            data = getattr(torchvision.datasets, kind)(str(root), download=True, **{argument: value})
-        except (OSError, RuntimeError) as error:
-            raise UserError(
-                f"{name} could not be downloaded to '{root}' ({error}); check the network, or put the files there "
-                "as torchvision does (VITLAB_DATA names another place)"
-            ) from None
-        sources[split] = _convert(name, data)
-    return sources
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if name in CIFAR:
+            return cifar.splits(cifar.find(name, root) or download_cifar(name, root))
+        kind, argument, values = PHOTOS[name]
+        make = getattr(torchvision.datasets, kind)
+        return {split: convert(make(str(root), download=True, **{argument: value})) for split, value in values.items()}
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"{name} could not be downloaded to '{root}' ({error}); check the network, or put the files there "
+            "as torchvision does (VITLAB_DATA names another place)"
+        ) from None
 
 
-def _convert(name: str, data: Any) -> ImageSource:
-    classes = tuple(data.classes)
-    if hasattr(data, "targets"):  # the CIFARs: one array
-        return ArraySource(name, data.data, np.array(data.targets, np.int64), classes)
+def download_cifar(name: str, root: Path) -> Path:
+    """The Python archive, under its name once its digest is right."""
+    import torchvision.datasets
+    from torchvision.datasets.utils import download_url
+
+    kind = getattr(torchvision.datasets, CIFAR[name])
+    part, archive = root / f"{kind.filename}.part", root / str(kind.filename)
+    download_url(kind.url, str(root), part.name, kind.tgz_md5)
+    return part.replace(archive)
+
+
+def convert(data: Any) -> FileSource:
     paths = data._images if hasattr(data, "_images") else data._image_files
-    return FileSource(Path("/"), [str(Path(path).absolute()) for path in paths], list(data._labels), classes)
+    return FileSource(
+        Path("/"), [str(Path(path).absolute()) for path in paths], list(data._labels), tuple(data.classes)
+    )

@@ -45,11 +45,19 @@ def names_21k() -> tuple[str, ...]:
 
 
 @functools.cache
+def _meanings() -> dict[str, list[int]]:
+    """The classes that each word may mean: a class's synset, all its names, or the first of them."""
+    found: dict[str, list[int]] = {}
+    for i in range(CLASSES):
+        for word in words_of(i):
+            found.setdefault(word, []).append(i)
+    return found
+
+
+@functools.cache
 def _known() -> dict[str, int]:
-    """The class of each word that means one class alone: its synset, all its names, or the first of them."""
-    words = [(word, i) for i in range(CLASSES) for word in sorted(words_of(i))]
-    times = Counter(word for word, _ in words)
-    return {word: i for word, i in words if times[word] == 1}
+    """The class of each word that means one class alone."""
+    return {word: meant[0] for word, meant in _meanings().items() if len(meant) == 1}
 
 
 def words_of(number: int) -> set[str]:
@@ -63,9 +71,25 @@ def unknown_names(names: Sequence[str]) -> list[str]:
     return [name for name in names if name not in _known()]
 
 
+def by_order(names: Sequence[str], numbers: list[int]) -> list[int]:
+    """The numbers of names, those of ambiguous ones (-1) filled in: where the rest stands in ImageNet's order, as the
+    classes of a subset do, the place of "crane" among them decides which of the two cranes it is."""
+    certain = [number for number in numbers if number >= 0]
+    if not certain or certain != sorted(certain):
+        return numbers
+    filled = list(numbers)
+    for i, name in enumerate(names):
+        if numbers[i] < 0:
+            low = max((number for number in numbers[:i] if number >= 0), default=-1)
+            high = min((number for number in numbers[i:] if number >= 0), default=CLASSES)
+            fitting = [number for number in _meanings().get(name, []) if low < number < high]
+            filled[i] = fitting[0] if len(fitting) == 1 else -1
+    return filled
+
+
 def class_numbers(names: Sequence[str]) -> Ints | None:
     """The place of each class in ImageNet's order; None unless each is one of ImageNet's, and no two are the same."""
     if len(names) == CLASSES and all(name in words_of(i) for i, name in enumerate(names)):
         return np.arange(CLASSES)  # the cranes, too, are known by their places
-    numbers = [_known().get(name, -1) for name in names]
+    numbers = by_order(names, [_known().get(name, -1) for name in names])
     return None if -1 in numbers or len(set(numbers)) < len(numbers) else np.array(numbers, np.int64)

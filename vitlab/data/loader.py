@@ -10,7 +10,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
@@ -110,6 +110,9 @@ class TrainLoader(Loader):
     broken_limit: float = BROKEN_LIMIT
     balanced: bool = False  # every class has the same share of the stream
     step: int | None = None  # images of an optimizer's step, which has several batches of micro-batches; None: `batch`
+    plain_from: int | None = None  # images of the stream before the augmentation's plain end; None: there is none
+    small_size: Size | None = None  # that of the first images of the stream,
+    small_until: int = 0  # so many of them
 
     def __post_init__(self) -> None:
         batch, world = self.batch, self.world
@@ -132,31 +135,43 @@ class TrainLoader(Loader):
 
     def batches(self, step: int = 0) -> Iterator[Batch]:
         """Batches from number `step` on."""
+        grown = self.small_until // self.batch if self.small_size else 0
+        plain = math.inf if self.plain_from is None else self.plain_from // self.batch
+        starts = sorted({step, *(int(start) for start in (grown, plain) if step < start < math.inf)})
+        for start, end in itertools.zip_longest(starts, starts[1:]):
+            numbers = itertools.count(start) if end is None else range(start, end)
+            size = self.small_size if self.small_size and start < grown else self.image_size
+            yield from self._batches(numbers, size, self.augment if start < plain else self.augment.plain())
+
+    def _batches(self, numbers: Iterable[int], image_size: Size, augment: Augment) -> Iterator[Batch]:
         if self.held:
-            yield from self._from_memory(self.held, step)
+            yield from self._from_memory(self.held, numbers, image_size, augment)
+            return
         each = self.batch // self.world
         size = chunk_size(each, self.workers)
         ahead = max(2, math.ceil(2 * each / (size * max(1, self.workers))))  # two batches, over all workers
-        plans, read = itertools.tee(map(self.plan, itertools.count(step)))
+        plans, read = itertools.tee(self.plan(number, 1, augment) for number in numbers)
         samples = (list(zip(plan.index.tolist(), plan.key.tolist(), strict=True)) for plan in read)
-        reader = TrainReader(self.source, self.image_size, self.preprocess, self.augment)
+        reader = TrainReader(self.source, image_size, self.preprocess, augment)
         chunks = read_batches(reader, samples, size, self.workers, ahead, self.device)
         for plan, chunk in zip(plans, chunks, strict=False):
             self._record_broken(chunk.broken)
             yield self._finish(plan, chunk.pixels, chunk.index)
 
-    def _from_memory(self, held: ResidentSet, step: int) -> Iterator[Batch]:
+    def _from_memory(
+        self, held: ResidentSet, numbers: Iterable[int], image_size: Size, augment: Augment
+    ) -> Iterator[Batch]:
         """Several batches at a time, as many as have `images_at_once` images."""
-        each = self.batch // self.world
-        ahead = max(1, self.images_at_once // each)
-        for first in itertools.count(step, ahead):
-            plan = self.plan(first, ahead)
-            many = self._finish(plan, *held.augmented(plan.index, plan.key, self.augment))
-            for part in (slice(start, start + each) for start in range(0, ahead * each, each)):
+        each, left = self.batch // self.world, iter(numbers)
+        while some := list(itertools.islice(left, max(1, self.images_at_once // each))):
+            plan = self.plan(some[0], len(some), augment)
+            many = self._finish(plan, *held.augmented(plan.index, plan.key, augment, image_size))
+            for part in (slice(start, start + each) for start in range(0, len(some) * each, each)):
                 yield Batch(many.images[part], many.labels[part], many.targets[part], many.index[part])
 
-    def plan(self, step: int, count: int = 1) -> BatchPlan:
-        """What the `count` batches from number `step` on are made of."""
+    def plan(self, step: int, count: int = 1, augment: Augment | None = None) -> BatchPlan:
+        """What the `count` batches from number `step` on are made of; with another augmentation than the loader's."""
+        augment = augment or self.augment
         place = step * self.batch + np.arange(count * self.batch)
         epoch = place // len(self.source)
         index = np.concatenate([self.order(int(e))[place[epoch == e] % len(self.source)] for e in np.unique(epoch)])
@@ -166,7 +181,7 @@ class TrainLoader(Loader):
         low, high = (self.batch * r // self.world for r in (self.rank, self.rank + 1))
         start = self.batch * np.arange(count)[:, None]
         mine = (start + np.arange(low, high)).ravel()
-        mix = draw_mix(self._mix_keys(key, place)[(start + (np.arange(low, high) & ~1)).ravel()], self.augment)
+        mix = draw_mix(self._mix_keys(key, place)[(start + (np.arange(low, high) & ~1)).ravel()], augment)
         other = mine if mix is None else (start + partners(self.batch)[low:high]).ravel()
         places = np.concatenate([mine, np.setdiff1d(other, mine)])
         found = np.zeros(len(index), np.int64)

@@ -2,6 +2,7 @@
 
 digits                                scikit-learn's digits, built in
 cifar10, cifar100, oxford-pets, flowers102, imagenet:FOLDER      torchvision's sets
+cifar-10-python.tar.gz, cifar-10-batches-bin                     CIFAR's archives and their folders, see cifar.py
 FOLDER                                class folders; or parquet files; or tar shards
 FILE.parquet, "train-{000..009}.tar", "pipe:COMMAND"             the same by file
 FILE.csv                              paths, labels and splits, see csv_file.py
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitlab.data import builtin, csv_file, folder, hub, parquet, shards
+from vitlab.data import builtin, cifar, csv_file, folder, hub, parquet, shards
 from vitlab.data.label_sets import LabelSets
 from vitlab.data.rng import HOLDOUT, SUBSET, VALIDATION, Ints, Keys, keys
 from vitlab.data.source import Data, ImageSource, Subset
@@ -48,7 +49,9 @@ def open_data(
 
 def make_data(spec: str, splits: Mapping[str, ImageSource], holdout: float) -> Data:
     """A data set from the splits that `find_splits` found."""
-    title = Path(spec).name.removesuffix(".parquet").removesuffix(".tar").removesuffix(".csv")
+    title = Path(spec).name
+    for suffix in (*cifar.SUFFIXES, ".parquet", ".tar", ".csv"):
+        title = title.removesuffix(suffix)
     if "train" not in splits and isinstance(next(iter(splits.values())), folder.FileSource):
         raise UserError(
             f"'{spec}' has no train folder, only {listed(splits)}: enough to evaluate on, not to learn from"
@@ -72,6 +75,8 @@ def find_splits(spec: str) -> tuple[Mapping[str, ImageSource], float | None]:
         return folder.splits(Path(spec.removeprefix("imagenet:")).expanduser(), others=True), None
     if spec.startswith(shards.PIPE) or spec.endswith(".tar"):
         return shards.splits(spec), None
+    if spec.endswith(cifar.SUFFIXES) or (path.is_dir() and cifar.is_cifar(path)):
+        return cifar.splits(path), None
     if path.is_dir():
         if any(next(path.glob(pattern), None) for pattern in ("*.parquet", "data/*.parquet", "train*/*.parquet")):
             return parquet.splits(sorted(path.rglob("*.parquet")), path), None

@@ -66,17 +66,19 @@ class ResidentSet:
             self.broken += chunk.broken
         self.good = replace_broken(len(source), [index for index, _, _ in self.broken])
 
-    def augmented(self, index: Ints, key: Keys, augment: Augment) -> tuple[Tensor, Tensor]:
-        """Augmented uint8 images (b, 3, h, w), and the indices (b,) that they really came from."""
+    def augmented(self, index: Ints, key: Keys, augment: Augment, size: Size | None = None) -> tuple[Tensor, Tensor]:
+        """Augmented uint8 images (b, 3, h, w) of the input's size or another one, and the indices (b,) that they really
+        came from."""
         index = self.good[index]
         each = max(1, BYTES_AT_ONCE // (12 * self.stored[0] * self.stored[1]))
-        parts = [self._crop(index[s : s + each], key[s : s + each], augment) for s in range(0, len(index), each)]
+        size = size or self.size
+        parts = [self._crop(index[s : s + each], key[s : s + each], augment, size) for s in range(0, len(index), each)]
         return randaugment(torch.cat(parts), key, augment), torch.from_numpy(index)
 
     @torch.no_grad()
-    def _crop(self, index: Ints, key: Keys, augment: Augment) -> Tensor:
-        (h, w), (stored_h, stored_w) = self.size, self.stored
-        drawn = crop_boxes(key, self.ratio[index], self.size, augment, self.preprocess)
+    def _crop(self, index: Ints, key: Keys, augment: Augment, size: Size) -> Tensor:
+        (h, w), (stored_h, stored_w) = size, self.stored
+        drawn = crop_boxes(key, self.ratio[index], size, augment, self.preprocess)
         box = send(drawn * [stored_w, stored_h, stored_w, stored_h], self.device)  # (c, 4)
         flip = send(draw_flips(key, augment), self.device)
         rows = resize_weights(box[:, 1], box[:, 3], h, stored_h, self.preprocess.interpolation)  # (c, h, H)

@@ -6,7 +6,7 @@ for a decoded file and for an image held in the device's memory. Pixels are uint
 Shapes: n images, h and w the input's height and width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -41,11 +41,16 @@ class Augment:
     cutmix: Annotated[float, Range(0, 1), "likewise; with both, each pair of images draws one of the two"] = 0.0
     mix_by: Annotated[MixBy, "draw Mixup and CutMix for each pair of images, or once for the batch"] = "pair"
     label_smoothing: Annotated[float, RATE, "share of the target spread over all classes"] = 0.0
+    plain_end: Annotated[float, RATE, "share of the run, at its end, without Mixup, CutMix and RandAugment"] = 0.0
 
     def __post_init__(self) -> None:
         check_types(self)
         if not 0 < self.area[0] <= self.area[1] <= 1:
             raise UserError(f"area must be a least and a largest share between 0 and 1, not {self.area}")
+
+    def plain(self) -> "Augment":
+        """The augmentation of a run's end: crops and flips alone."""
+        return replace(self, mixup=0.0, cutmix=0.0, randaugment=(0, self.randaugment[1]))
 
 
 def eval_image(image: Image.Image, size: Size, preprocess: Preprocess) -> Tensor:

@@ -41,7 +41,7 @@ def finetune(
         data: a folder with one folder of photos per class, or any other data set: a CSV or parquet file, tar shards, a
             hub id or a built-in set such as "digits".
         weights: the weights to start from: a hub id, a file or a run's folder; by default public ones that fit the
-            machine, from the hub. "none" trains from scratch.
+            machine, from the hub, or else "box", the small model in the package. "none" trains from scratch.
         minutes: time for everything, 10 by default; with 1, a CPU fits a head alone.
         out: the run's folder, a new one.
         paper: one stage by the paper's recipe, or what of it fits.
@@ -105,6 +105,8 @@ def run_request(request: Request, console: Terminal) -> None:
     r, pairs, resume = request, list(request.settings), request.resume or is_restarted()
     given = [f"data={r.data}", *([f"weights={r.weights}"] if r.weights else []), *pairs]
     check_new_folder(r.out, resume=resume)
+    if any(pair.partition("=")[0] == "minutes" for pair in pairs):
+        raise UserError("the time of fine-tuning is an option, not a setting; write --minutes 10")
     if resume and not is_staged(r.out) and (stored := recipe_to_resume(r.out, given)) is not None:
         train_and_report(stored, r.out, resume, r.accept, console)
         return

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from vitlab.models.card import Card
-from vitlab.models.config import ModelConfig
+from vitlab.models.config import ModelConfig, Size
 
 
 class ImageModel(nn.Module):
@@ -11,6 +11,7 @@ class ImageModel(nn.Module):
 
     config: ModelConfig
     card: Card
+    shown: Size | None = None  # the size of images that it takes for now, see shown.py; None: its config's
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ MOST_ANGLES = 1 << 22  # of rotary positions, which no file holds: a config alon
 MOST_OFFSETS = 1 << 27  # pairs of tokens in all layers of relative positions, for the same reason
 MOST_LAYERS, MOST_WIDTH, MOST_CLASSES, MOST_REGISTERS = 1000, 1 << 16, 1_000_000, 1024
 ROTARY_LAYOUT, ROTARY_BASE = "pairs", 1e4  # where there are no rotary positions
+RATES = ("dropout", "drop_path", "patch_dropout")  # settings of training alone, which any weights can have
 
 Classes = Annotated[int, Range(0, MOST_CLASSES), "classes of the head; 0: no head, the model returns its features"]
 ImageSize = Annotated[Size, "height and width of the input in pixels; one number for a square"]
@@ -82,6 +83,7 @@ class ViTConfig:
     norm_eps: Annotated[float, POSITIVE, "eps of the layer norms"] = 1e-6
     dropout: Annotated[float, RATE, "dropout rate after every dense layer but qkv"] = 0.0
     drop_path: Annotated[float, RATE, "stochastic depth: rate of the last layer, growing linearly from 0"] = 0.0
+    patch_dropout: Annotated[float, RATE, "share of every image's patches that the blocks do not see in training"] = 0.0
 
     # what later families of Vision Transformers changed; by default nothing
     extra_token: Annotated[bool, "a class token although the head does not see it"] = False
@@ -116,6 +118,7 @@ class ViTConfig:
                 "axial attention has no class token or registers, only the grid; use pool='mean' or pool='attention'"
             )
         self._check_families()
+        self._check_patch_dropout()
 
     def _check_positions(self) -> None:
         kind, place = self.positions, self.placement
@@ -163,6 +166,16 @@ class ViTConfig:
         if self.rotary == "centers" and self.rotary_grid:
             raise UserError("rotary='centers' knows no cells; leave rotary_grid")
 
+    def _check_patch_dropout(self) -> None:
+        parts = {
+            "axial attention": self.attention == "axial",
+            "positions='relative'": self.positions == "relative",
+            f"placement='{self.placement}'": self.placement != "stem",
+        }
+        part = next((part for part, is_there in parts.items() if is_there), None)
+        if self.patch_dropout and part is not None:
+            raise UserError(f"{part} needs the patches of the complete grid in every layer; set patch_dropout=0")
+
     @property
     def rotary_fields(self) -> tuple[str, float, int]:
         return self.rotary_layout, self.rotary_base, self.rotary_grid
@@ -196,6 +209,15 @@ class ViTConfig:
     def length(self) -> int:
         """Tokens in the sequence, the prefix included."""
         return self.grid[0] * self.grid[1] + self.prefix
+
+    @property
+    def training_length(self) -> int:
+        """Tokens in the sequence in training, the prefix included."""
+        return self.count_kept(self.grid[0] * self.grid[1]) + self.prefix
+
+    def count_kept(self, patches: int) -> int:
+        """How many of an image's patches the blocks see in training."""
+        return max(1, round((1 - self.patch_dropout) * patches))
 
     @property
     def pooled(self) -> int:
@@ -240,6 +262,10 @@ class ResNetConfig:
     @property
     def length(self) -> int:
         return self.grid[0] * self.grid[1]
+
+    @property
+    def training_length(self) -> int:
+        return self.length
 
 
 ModelConfig = ViTConfig | ResNetConfig

@@ -4,6 +4,7 @@ Shapes: N tokens (h*w patches, and a class token where there is one), D width, H
 T tables (one, or one per layer).
 """
 
+import functools
 from typing import Literal
 
 import torch
@@ -34,6 +35,21 @@ def resample(grid: Tensor, size: Size, mode: Resample = "bilinear") -> Tensor:
     flat = grid.detach().reshape(-1, h, w, d).permute(0, 3, 1, 2)  # (T, D, h, w)
     new = F.interpolate(flat, size, mode=mode, align_corners=mode == "bilinear")
     return new.permute(0, 2, 3, 1).reshape(*lead, *size, d).contiguous()
+
+
+@functools.lru_cache(32)  # a recorded CUDA graph may use them, so they must not be freed
+def stretch_matrix(old: Size, new: Size, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    """(n, N): what `resample` multiplies a table on a grid of N cells by, for one on n; None for the same grid."""
+    cells = torch.eye(old[0] * old[1], dtype=torch.float64).unflatten(0, old)
+    return None if old == new else resample(cells, new).flatten(0, 1).to(device, dtype)
+
+
+def stretch(rows: Tensor, matrix: Tensor | None) -> Tensor:
+    """A table (N, D) on another grid, (n, D), with a gradient that is the same in every run."""
+    if matrix is None:
+        return rows
+    with torch.autocast(rows.device.type, enabled=False):  # positions keep their precision
+        return matrix @ rows
 
 
 def replace_parameter(old: nn.Parameter, new: Tensor) -> nn.Parameter:
@@ -72,6 +88,7 @@ class Table(nn.Module):
     def __init__(self, c: ViTConfig) -> None:
         super().__init__()
         self.lead, self.grid = c.placed, c.grid
+        self.matrix: Tensor | None = None  # to the grid that is shown for now, if it is another one
         if c.positions == "1d":
             tables = c.depth if c.placement == "every" else 1
             self.table = nn.Parameter(torch.empty(tables, c.placed + c.grid[0] * c.grid[1], c.width))
@@ -80,13 +97,20 @@ class Table(nn.Module):
             self.register_buffer("table", fixed_table(c)[None])
 
     def forward(self, layer: int) -> Tensor:
-        return self.table[layer if self.table.shape[0] > 1 else 0]  # (N, D)
+        table = self.table[layer if self.table.shape[0] > 1 else 0]  # (N, D)
+        if self.matrix is None:
+            return table
+        return torch.cat([table[: self.lead], stretch(table[self.lead :], self.matrix)])
+
+    def show(self, grid: Size) -> None:
+        """Give the rows of a grid from now on; the table stays."""
+        self.matrix = stretch_matrix(self.grid, grid, self.table.device, self.table.dtype)
 
     def resize(self, grid: Size, mode: Resample) -> None:
         lead, rows = self.table[:, : self.lead], self.table[:, self.lead :].unflatten(1, self.grid)
         new = torch.cat([lead, resample(rows, grid, mode).flatten(1, 2)], 1).detach()
         self.table = replace_parameter(self.table, new) if isinstance(self.table, nn.Parameter) else new
-        self.grid = grid
+        self.grid, self.matrix = grid, None
 
 
 class Axes(nn.Module):
@@ -95,6 +119,8 @@ class Axes(nn.Module):
     def __init__(self, c: ViTConfig) -> None:
         super().__init__()
         tables = c.depth if c.placement == "every" else 1
+        self.grid = c.grid
+        self.matrices: tuple[Tensor | None, Tensor | None] = None, None  # of rows and columns, as in Table
         self.columns = nn.Parameter(torch.empty(tables, c.grid[1], c.width // 2))
         self.rows = nn.Parameter(torch.empty(tables, c.grid[0], c.width // 2))
         self.token = nn.Parameter(torch.empty(tables, c.placed, c.width))
@@ -104,10 +130,17 @@ class Axes(nn.Module):
     def forward(self, layer: int) -> Tensor:
         layer = layer if self.rows.shape[0] > 1 else 0
         columns, rows = self.columns[layer], self.rows[layer]  # (w, D/2), (h, D/2)
+        rows, columns = stretch(rows, self.matrices[0]), stretch(columns, self.matrices[1])
         both = torch.cat([columns.expand(len(rows), -1, -1), rows[:, None].expand(-1, len(columns), -1)], -1)
         return torch.cat([self.token[layer], both.flatten(0, 1)])  # (N, D)
 
+    def show(self, grid: Size) -> None:
+        """Give the rows of a grid from now on; the tables stay."""
+        (h, w), like = self.grid, (self.rows.device, self.rows.dtype)
+        self.matrices = stretch_matrix((h, 1), (grid[0], 1), *like), stretch_matrix((1, w), (1, grid[1]), *like)
+
     def resize(self, grid: Size, mode: Resample) -> None:
+        self.grid, self.matrices = grid, (None, None)
         self.rows = replace_parameter(self.rows, resample(self.rows[:, :, None], (grid[0], 1), mode)[:, :, 0])
         self.columns = replace_parameter(self.columns, resample(self.columns[:, None], (1, grid[1]), mode)[:, 0])
 

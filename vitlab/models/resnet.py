@@ -120,7 +120,7 @@ class ResNet(ImageModel):
 
     def tokens(self, images: Tensor) -> Tensor:
         """The final map as a sequence, (B, hw, C)."""
-        check_images(images, self.config.image_size, self.root.weight)
+        check_images(images, self.shown or self.config.image_size, self.root.weight)
         x = F.pad(self.root(images), (1, 1, 1, 1))  # zeros, not -inf: there is no ReLU before
         x = F.max_pool2d(x, 3, 2)
         for stage in self.stages:
@@ -130,7 +130,7 @@ class ResNet(ImageModel):
     def resize(self, image_size: int | Size, mode: Resample = "bilinear") -> Self:
         """Take images of another size, in place; convolutions have no positions, so no weight changes."""
         check_mode(mode)
-        self.config = dataclasses.replace(self.config, image_size=as_size(image_size))
+        self.config, self.shown = dataclasses.replace(self.config, image_size=as_size(image_size)), None
         return self
 
 

@@ -6,6 +6,7 @@ and a key depends on the offset of their patches alone. The class token and regi
 Shapes: N patches (h*w), K head width, H heads, P tokens before the patches.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Self
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from vitlab.models.config import ViTConfig
+
+Turn = Callable[[Tensor], Tensor]  # of queries or keys
 
 
 class Rotary(nn.Module):
@@ -35,6 +38,10 @@ class Rotary(nn.Module):
         self.register_buffer("cos", cos.to(like), persistent=False)
         self.register_buffer("sin", sin.to(like), persistent=False)
 
+    def show(self, c: ViTConfig) -> None:
+        """Turn by the angles of another grid from now on."""
+        self.cos, self.sin = shown_tables(c, self.halves, self.cos.device, self.cos.dtype)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """On another device or in another precision the tables are computed again, not rounded a second time."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -44,10 +51,15 @@ class Rotary(nn.Module):
     def tables(self) -> tuple[Tensor, Tensor]:
         return self.cos, self.sin
 
-    def forward(self, x: Tensor) -> Tensor:
+    def of(self, kept: Tensor | None) -> Turn:
+        """What turns the sequences of which only some patches are left, those number `kept`, (B, n)."""
+        return self if kept is None else functools.partial(self, kept=kept)
+
+    def forward(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
         """Turn queries or keys, (B, H, P + N, K)."""
         lead, patches = x[..., : self.prefix, :], x[..., self.prefix :, :]
         cos, sin = (table.to(x.dtype) for table in self.tables())
+        cos, sin = (cos, sin) if kept is None else (cos[kept][:, None], sin[kept][:, None])  # (B, 1, n, K)
         turned = patches * cos + self.quarter_turn(patches) * sin
         return torch.cat([lead, turned], -2) if self.prefix else turned
 
@@ -88,5 +100,11 @@ def channel_tables(angle: Tensor, halves: bool) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def turn(q: Tensor, k: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+@functools.lru_cache(8)  # a recorded CUDA graph may use them, so they must not be freed
+def shown_tables(c: ViTConfig, halves: bool, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    cos, sin = channel_tables(angles(c), halves)
+    return cos.to(device, dtype), sin.to(device, dtype)
+
+
+def turn(q: Tensor, k: Tensor, rotary: Turn | None) -> tuple[Tensor, Tensor]:
     return (q, k) if rotary is None else (rotary(q), rotary(k))

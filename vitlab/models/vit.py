@@ -27,7 +27,7 @@ from vitlab.models.config import Size, ViTConfig, as_size
 from vitlab.models.images import check_images
 from vitlab.models.positions import Relative, Resample, check_mode, make_positions
 from vitlab.models.resnet import Stem
-from vitlab.models.rotary import Rotary, turn
+from vitlab.models.rotary import Rotary, Turn, turn
 
 GELUS: dict[str, Literal["none", "tanh"]] = {"exact": "none", "tanh": "tanh"}
 CUT_STD = 0.8796256610342398  # standard deviation of a normal distribution that is cut off at -2 and 2
@@ -69,7 +69,7 @@ class ViT(ImageModel):
 
     def tokens(self, images: Tensor) -> Tensor:
         """The sequence after the blocks and, unless it comes after pooling, the final norm, (B, N, D)."""
-        check_images(images, self.config.image_size, self.embed.weight)
+        check_images(images, self.shown or self.config.image_size, self.embed.weight)
         return self.encode(self.patches(images))
 
     def patches(self, images: Tensor) -> Tensor:
@@ -79,11 +79,13 @@ class ViT(ImageModel):
 
     def encode(self, x: Tensor) -> Tensor:
         """Steps 3 and 4, on patch embeddings, and the final norm."""
-        x = self.norm_before(self.dropout(self.place(x)))
+        x, kept = self.drop_patches(self.place(x))
+        x = self.norm_before(self.dropout(x))
+        rotary = None if self.rotary is None else self.rotary.of(kept)
         for layer, block in enumerate(self.blocks):
             if layer and self.positions is not None and self.config.placement != "stem":
                 x = x + self.positions(layer)
-            x = block(x) if self.rotary is None else block(x, self.rotary)
+            x = block(x) if rotary is None else block(x, rotary)
         return self.norm(x) if self.config.final_norm == "tokens" else x
 
     def place(self, x: Tensor) -> Tensor:
@@ -98,6 +100,14 @@ class ViT(ImageModel):
             first = self.config.placed
             x = torch.cat([x[:, :first], *lead[placed:], x[:, first:]], 1)
         return x
+
+    def drop_patches(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """In training, leave random patches out, equally many of each image; the numbers of the others, (B, n)."""
+        if not self.training or self.config.patch_dropout == 0:
+            return x, None
+        lead, patches = x[:, : self.config.prefix], x[:, self.config.prefix :]
+        kept = torch.rand(patches.shape[:2], device=x.device).topk(self.config.count_kept(patches.shape[1]), 1).indices
+        return torch.cat([lead, patches.gather(1, kept[..., None].expand(-1, -1, x.shape[2]))], 1), kept
 
     def pool_tokens(self, tokens: Tensor) -> Tensor:
         """Step 5 up to the head: (B, N, D) to (B, D); twice as wide where it sees the class token and the mean."""
@@ -127,7 +137,7 @@ class ViT(ImageModel):
                 module.grid = config.grid
             elif isinstance(module, Rotary):
                 module.place(config)
-        self.config = config
+        self.config, self.shown = config, None
         return self
 
     def _initialize(self) -> None:
@@ -184,7 +194,7 @@ class Block(nn.Module):
         self.scale2 = LayerScale(c.width) if c.layer_scale else nn.Identity()
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:  # (B, N, D), or (B, h, w, D) if axial
+    def forward(self, x: Tensor, rotary: Turn | None = None) -> Tensor:  # (B, N, D), or (B, h, w, D) if axial
         x = x + self.drop_path(self.scale1(self.attention(self.norm1(x), rotary)))
         return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))))
 
@@ -214,7 +224,7 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
         self.relative = Relative(c) if c.positions == "relative" else None
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Turn | None = None) -> Tensor:
         q, k, v, bias = self.project(x, rotary)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # (B, H, N, K)
         return self.mix(y, x)
@@ -223,7 +233,7 @@ class Attention(nn.Module):
         """The heads' values (B, H, N, K), side by side and projected, in the shape of x."""
         return self.dropout(self.out(self.norm(y.transpose(1, 2).reshape(x.shape))))
 
-    def project(self, x: Tensor, rotary: Rotary | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def project(self, x: Tensor, rotary: Turn | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values, (B, H, N, K), and the position logits, (B, H, N, N); leading axes join B."""
         length, width = x.shape[-2:]
         qkv = self.qkv(x)

@@ -105,14 +105,19 @@ def overlay(pixels: Floats, grid: Floats) -> Floats:
     """
     from matplotlib import colormaps
 
-    height, width = pixels.shape[:2]
-    low, high = float(grid.min()), float(np.quantile(grid, TOP))
-    share = ((grid - low) / (high - low)).clip(0, 1) if high > low else (grid > low) * 1.0
-    smooth = Image.fromarray(share.astype(np.float32)).resize((width, height), Image.Resampling.BILINEAR)
-    colors = colormaps[MAP](np.asarray(smooth))[..., :3]
-    opacity = HEAT * np.asarray(smooth)[..., None]
+    smooth = smooth_map(grid, pixels.shape[:2])
+    colors = colormaps[MAP](smooth)[..., :3]
+    opacity = HEAT * smooth[..., None]
     gray = pixels @ np.array([0.299, 0.587, 0.114])
     return np.asarray(opacity * colors + (1 - opacity) * gray[..., None])
+
+
+def smooth_map(grid: Floats, size: tuple[int, ...]) -> Floats:
+    """A map (h, w) in [0, 1] at the size (height, width): its smallest cell is 0, its `TOP` quantile 1."""
+    low, high = float(grid.min()), float(np.quantile(grid, TOP))
+    share = ((grid - low) / (high - low)).clip(0, 1) if high > low else (grid > low) * 1.0
+    height, width = size
+    return np.asarray(Image.fromarray(share.astype(np.float32)).resize((width, height), Image.Resampling.BILINEAR))
 
 
 def classes_figure(pixels: Floats, maps: Floats, names: Sequence[str], probabilities: Sequence[float]) -> "Figure":

@@ -21,6 +21,7 @@ from vitlab.files import write_errors
 from vitlab.prediction.classifier import Classifier
 from vitlab.prediction.formats import TOP, Format, FormatName, make_format
 from vitlab.prediction.inputs import STDIN, Inputs, find_inputs
+from vitlab.prediction.look import write_looks
 from vitlab.prediction.stream import PredictionBatch, predict_stream
 from vitlab.signals import catch_stop_signals
 from vitlab.terminal import progress
@@ -30,12 +31,13 @@ NAMED = 20  # broken files that are named; the rest are counted
 
 @dataclass
 class PredictSummary:
-    """How many images were predicted, how many could not be read, and the first of those."""
+    """How many images were predicted, how many could not be read, the first of those; pictures of where it looked."""
 
     total: int
     done: int = 0
     broken: int = 0
     first: list[BrokenEntry] = field(default_factory=list)
+    looked: list[Path] = field(default_factory=list)
 
 
 def predict_files(
@@ -50,10 +52,12 @@ def predict_files(
     workers: int | None = None,
     allow_url: bool = False,
     refuse: float | None = None,
+    look: Path | None = None,
 ) -> PredictSummary:
     """Write the predictions to `out`, or to standard output, as they come; Ctrl-C leaves complete lines behind.
 
-    `refuse` is the share of false refusals, as `Classifier` has it.
+    `refuse` is the share of false refusals, as `Classifier` has it. `look` is a folder for a picture of each image, of
+    where the model looked; `summary.looked` has the files.
 
     Raises UserError if nothing could be read, and Stopped after SIGINT or SIGTERM.
     """
@@ -71,6 +75,8 @@ def predict_files(
         stream = predict_stream(classifier, inputs, indices, top=count, batch=batch, workers=readers)
         with open_output(out) as file:
             stop = write_stream(stream, file, form, summary, rank, world)
+        if look is not None and not stop:
+            summary.looked = write_looks(classifier, inputs, indices, look)
     except KeyboardInterrupt:  # before the first prediction, or a second time
         stop = signal.SIGINT
     if stop:

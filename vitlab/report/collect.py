@@ -93,7 +93,7 @@ def curve_of(history: History) -> Curve | None:
 def last_loss(history: History) -> float | None:
     """The mean training loss of the last pass; None unless it is a plain softmax loss, or nothing was logged."""
     recipe, augment = history.recipe, history.recipe.augment
-    soft = augment.mixup or augment.cutmix or augment.label_smoothing
+    soft = augment.mixup or augment.cutmix or augment.label_smoothing or recipe.teacher is not None
     if recipe.objective != "softmax" or soft or recipe.balance == "weights" or not len(history.steps):
         return None
     first = history.steps[-1] - ceil(history.images / recipe.batch)

@@ -65,15 +65,16 @@ def describe_recipe(recipe: Recipe, images: int, steps: int) -> str:
     """A recipe in a few sentences, of so many steps that were done; `images` is the size of the training set."""
     what = "Only the head was trained" if recipe.freeze == "body" else "All weights were trained"
     what = f"Low-rank updates (LoRA, rank {recipe.lora}) and the head were trained" if recipe.lora else what
-    kind = {"sgd": "SGD", "adamw": "AdamW"}[recipe.optimizer]
+    kind = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon"}[recipe.optimizer]
     passes = f"{steps * recipe.batch / max(1, images):.1f}".removesuffix(".0")
     times = "once" if passes == "1" else f"{passes} times"
-    decay = {"cosine": ", then cosine decay", "linear": ", then linear decay", "constant": ""}[recipe.decay]
+    decays = {"cosine": ", then cosine decay", "linear": ", then linear decay", "constant": ""}
+    decays["wsd"] = ", then linear decay in the last fifth"
     warmup = f", reached over {plural(recipe.warmup, 'step')}" if recipe.warmup else ""
     sentences = [
         f"{what} for {plural(steps, 'step')} of {plural(recipe.batch, 'image')} (each training image about {times}), "
         f"at {recipe.image_size[0]} x {recipe.image_size[1]} pixels.",
-        f"{kind} with a learning rate of {recipe.lr:g}{warmup}{decay}.",
+        f"{kind} with a learning rate of {recipe.lr:g}{warmup}{decays[recipe.decay]}.",
         describe_augment(recipe.augment),
     ]
     if recipe.ema:

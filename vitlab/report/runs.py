@@ -14,14 +14,18 @@ from vitlab.training.recipe import Recipe
 NAMES = {"accuracy5": "top-5", "map": "mAP"}  # of a report's numbers, in print
 
 
-def train_and_report(recipe: Recipe, out: Path, resume: bool, accept: bool, console: Terminal) -> None:
-    """Train into `out`, print the test scores and write report.html."""
-    write_run_report(train_run(recipe, out, resume, accept, console), recipe.device, console)
+def train_and_report(
+    recipe: Recipe, out: Path, resume: bool, accept: bool, console: Terminal, began: float | None = None
+) -> None:
+    """Train into `out`, print the test scores and write report.html; `began` as `train` has it."""
+    write_run_report(train_run(recipe, out, resume, accept, console, began), recipe.device, console)
 
 
-def train_run(recipe: Recipe, out: Path, resume: bool, accept: bool, console: Terminal) -> TrainResult:
+def train_run(
+    recipe: Recipe, out: Path, resume: bool, accept: bool, console: Terminal, began: float | None = None
+) -> TrainResult:
     """Train, and print the test scores; of several processes only the first one prints."""
-    result = train(recipe, out, resume=resume, accept_data_changes=accept, console=console)
+    result = train(recipe, out, resume=resume, accept_data_changes=accept, console=console, began=began)
     if result.first:
         line = f"test: {score_text(result.report, len(result.data.classes))}; {duration(result.seconds)}"
         console.print(f"{line}; the model is in {out}", soft_wrap=True)

@@ -1,13 +1,16 @@
 """What a report is about: a run, its model and data, and how it was tested."""
 
+import dataclasses
 from dataclasses import dataclass
 
-from vitlab.cost import BACKWARD
+from vitlab.cost import BACKWARD, forward_flops
 from vitlab.data.source import Data
 from vitlab.evaluation.multi_result import MultiEvaluation
 from vitlab.evaluation.result import Evaluation
-from vitlab.models.config import ModelConfig
+from vitlab.models.config import ModelConfig, ResNetConfig
+from vitlab.models.shown import shown_config
 from vitlab.report.history import History
+from vitlab.training.recipe import small_until
 from vitlab.training.stages import Stages
 
 
@@ -40,9 +43,19 @@ class Subject:
     @property
     def run_flops(self) -> int:
         """Operations of all training steps; a frozen body has no backward pass, low-rank updates half of one."""
-        recipe = self.history.recipe
-        passes = 1 if recipe.freeze == "body" else 2 if recipe.lora else 1 + BACKWARD
-        return passes * self.flops * self.steps * recipe.batch
+        recipe, seen = self.history.recipe, self.steps * self.history.recipe.batch
+        small = min(seen, small_until(recipe))  # images of the run's start that were smaller
+        flops = self.flops * (seen - small)
+        if small and recipe.small_size:
+            flops += forward_flops(shown_config(self.config, recipe.small_size)) * small
+        return flops * (1 if recipe.freeze == "body" else 2 if recipe.lora else 1 + BACKWARD)
+
+    @property
+    def answer_flops(self) -> int:
+        """Operations of classifying an image: unlike in training, of all its patches."""
+        if isinstance(self.config, ResNetConfig) or not self.config.patch_dropout:
+            return self.flops
+        return forward_flops(dataclasses.replace(self.config, patch_dropout=0.0))
 
     @property
     def steps(self) -> int:

@@ -28,7 +28,7 @@ from vitlab.studies.vtab_tasks import BOTH, GROUPS, SIZES, TASKS, Task, missing_
 from vitlab.text import duration
 from vitlab.training.auto import higher, machine, run_seconds
 from vitlab.training.loop import train
-from vitlab.training.recipe import Recipe, difference, override
+from vitlab.training.recipe import LENGTHS, Recipe, difference, override
 from vitlab.training.recipes import find
 from vitlab.training.search import Scores, best_of, try_each
 from vitlab.weights import load
@@ -37,7 +37,7 @@ RESULTS = "results.json"
 STEPS = 2500
 CROP = 6 / 7  # of the square's sides: 384 of 448 pixels
 # settings that the study itself fixes; the rest of a recipe is open to key=value
-FIXED = ["model", "data", "weights", "steps", "epochs", "evaluate_every", "objective"]
+FIXED = ["model", "data", "weights", *LENGTHS, "evaluate_every", "objective"]
 FIXED += ["subset", "per_class", "holdout", "validation"]
 
 
@@ -249,7 +249,7 @@ def base_recipe(weights: str, model: Model, steps: int, settings: tuple[str, ...
     """The paper's recipe for these weights and this length: its warm-up is at most a fifth of the run."""
     for pair in settings:
         if (key := pair.partition("=")[0]) in FIXED:
-            how = "--steps" if key in ("steps", "epochs") else "--data and --tasks" if key == "data" else "the study"
+            how = "--steps" if key in LENGTHS else "--data and --tasks" if key == "data" else "the study"
             raise UserError(f"'{key}' cannot be set here: {how} sets it")
     if steps < 1:
         raise UserError(f"--steps must be at least 1, not {steps}")

@@ -19,8 +19,8 @@ from vitlab.cost import cost
 from vitlab.device import cpu_threads, peak_flops, sound_kernels
 from vitlab.models.variants import build
 from vitlab.training.parallel import process_group
-from vitlab.training.recipe import Recipe
-from vitlab.training.setup import prepare_run
+from vitlab.training.recipe import Recipe, is_settled, settle
+from vitlab.training.setup import prepare_run, training_lengths
 from vitlab.training.trainer import Trainer
 
 WARM_UP = 3  # calls before the clock starts: compiling, first files
@@ -58,11 +58,13 @@ class Speeds:
 
 def bench(recipe: Recipe, seconds: float) -> Speeds:
     """Measure a recipe's speeds, each for about `seconds`; nothing is kept."""
-    recipe = dataclasses.replace(recipe, warmup=0)  # irrelevant to speed, and a short run could not hold it
+    # irrelevant to speed, and a short run could not hold a warm-up; with small images first, the speed with the others
+    recipe = dataclasses.replace(recipe, warmup=0, small_size=None)
+    recipe = recipe if is_settled(recipe) else settle(recipe, 1_000)
     with tempfile.TemporaryDirectory() as spare, process_group(recipe.device) as cluster, cpu_threads(recipe.threads):
         folder = cluster.agree(lambda: Path(spare) / "run")
         setup = prepare_run(recipe, folder, cluster, resume=False, trial=True)
-        with sound_kernels(cluster.device, setup.config.length), closing(Trainer(setup, cluster)) as trainer:
+        with sound_kernels(cluster.device, *training_lengths(setup)), closing(Trainer(setup, cluster)) as trainer:
             return measure_speeds(trainer, seconds)
 
 

@@ -25,6 +25,7 @@ from vitlab.files import fsync, largest_number, read_json, save_tensors, sha256
 from vitlab.settings import Range, check_types, from_json
 from vitlab.text import brief
 from vitlab.training.lora import own_state
+from vitlab.training.muon import Muon, hidden_matrices
 from vitlab.training.optim import Average
 from vitlab.training.parallel import place_like
 
@@ -67,10 +68,12 @@ def collect_state(module: nn.Module, optimizer: torch.optim.Optimizer, average: 
 
 def expected_state(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
     """For every name that a state may have, the tensor it is copied to or, of an optimizer, belongs to."""
-    adam = isinstance(optimizer, torch.optim.AdamW)
-    fields = ("step", "exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",)
+    matrices = hidden_matrices(module) if isinstance(optimizer, Muon) else {}
+    adam = isinstance(optimizer, torch.optim.AdamW | Muon)
     expected = {f"model/{name}": tensor for name, tensor in own_state(module).items()}
-    expected |= {f"optimizer/{name}/{field}": p for name, p in module.named_parameters() for field in fields}
+    for name, p in module.named_parameters():
+        fields = ("step", "exp_avg", "exp_avg_sq") if adam and name not in matrices else ("momentum_buffer",)
+        expected |= {f"optimizer/{name}/{field}": p for field in fields}
     return expected | {f"ema/{name}": tensor for name, tensor in (average.weights if average else {}).items()}
 
 

@@ -1,4 +1,4 @@
-"""The weights that fine-tuning starts from: those that are named, else public ones that fit the machine."""
+"""The weights that fine-tuning starts from: those named, else public ones that fit the machine, else the box."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,13 @@ import torch
 
 from vitlab.errors import UserError
 from vitlab.models.variants import Model
-from vitlab.weights import hub, load
+from vitlab.weights import box, hub, load
 
 # On a GPU, DINOv2 in the largest size that has room: the bytes of memory that each asks for. At 224 pixels and a
 # batch of 32 fine-tuning takes 13, 4.4 and 1.9 GB (`vitlab.cost`).
 DINOV2 = {"facebook/dinov2-large": 20e9, "facebook/dinov2-base": 8e9, "facebook/dinov2-small": 0.0}
 DINOV2_SIZE = 224  # pixels; the files have tables for 518, which take six times as many operations
+BOX_SIZE = 96  # pixels: the model in the box has learned from 64, and photos show more
 # Elsewhere: the largest that the kind of machine fine-tunes in reasonable time.
 HUB = {
     "cuda": "google/vit-base-patch16-224-in21k",
@@ -36,7 +37,7 @@ class Start:
 
 
 def find_weights(start: str | None, device: torch.device) -> Start:
-    """The weights asked for, else the default from the hub; none at all only if that is asked for, as "none"."""
+    """The weights asked for, else the default from the hub, else the model in the box; none at all only as "none"."""
     if start == "none":
         warning = "training from scratch: with few images, starting from weights is far better (--weights)"
         return Start(None, None, warnings=(warning,))
@@ -54,6 +55,10 @@ def find_weights(start: str | None, device: torch.device) -> Start:
     try:
         return Start(name, load_start(name), why, warnings)
     except UserError as error:
+        if box.is_there():
+            warning = f"the model in the box is small, and others are better to start from, but {error}"
+            why = "the small model of the package, as nothing can be downloaded; --weights names others"
+            return Start(box.NAME, load_start(box.NAME), why, (*warnings, warning))
         raise UserError(
             f"there are no weights to start from ({error}); give some with --weights FILE (safetensors, npz, pth or a "
             f"run folder), or `hf download {name} --local-dir vit` on a machine with a network, copy the folder here "
@@ -76,4 +81,5 @@ def dinov2(memory: float) -> str:
 
 
 def load_start(name: str) -> Model:
-    return load(name, image_size=DINOV2_SIZE) if name in DINOV2 else load(name)
+    size = DINOV2_SIZE if name in DINOV2 else BOX_SIZE if name == box.NAME else None
+    return load(name, image_size=size)

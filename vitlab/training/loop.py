@@ -16,11 +16,12 @@ from vitlab.signals import Interrupted, Signals, stoppable
 from vitlab.training.checkpoint import CheckpointMeta
 from vitlab.training.lock import run_lock
 from vitlab.training.log import LOG, last_report
+from vitlab.training.minutes import fit_minutes
 from vitlab.training.parallel import is_restarted, process_group
-from vitlab.training.recipe import Recipe
+from vitlab.training.recipe import Recipe, is_settled
 from vitlab.training.recorder import Recorder
 from vitlab.training.saver import Saver
-from vitlab.training.setup import prepare_run
+from vitlab.training.setup import prepare_run, training_lengths
 from vitlab.training.trainer import Trainer
 
 
@@ -54,12 +55,15 @@ def train(
     console: Console | None = None,
     data: Data | None = None,
     stage: Stage | None = None,
+    began: float | None = None,
 ) -> TrainResult:
     """Run a recipe in the folder `out`; with `resume`, continue from its last checkpoint.
 
+    A recipe's minutes count from `began`, a time of `time.monotonic`; None: from this call.
     Raises UserError for what the user can fix, and Stopped after SIGINT or SIGTERM, with the state saved.
     """
-    began, out, resume = time.monotonic(), Path(out), resume or is_restarted()
+    began = time.monotonic() if began is None else began
+    out, resume = Path(out), resume or is_restarted()
     with (
         stoppable("stopped before the next step was done; continue by the same command with --resume") as signals,
         memory_errors("training", "set a smaller micro, batch, image_size or model, or recompute=true"),
@@ -69,9 +73,11 @@ def train(
     ):
         start = None if stage is None else stage.start
         setup = prepare_run(recipe, out, cluster, resume=resume, data=data, start=start, accept=accept_data_changes)
-        with sound_kernels(cluster.device, setup.config.length), closing(Trainer(setup, cluster)) as trainer:
-            saver = Saver(setup, cluster, sharded=trainer.is_sharded)
+        with sound_kernels(cluster.device, *training_lengths(setup)), closing(Trainer(setup, cluster)) as trainer:
             console = console or Console()
+            if not is_settled(setup.recipe):
+                setup = fit_minutes(trainer, began, console)
+            saver = Saver(setup, cluster, sharded=trainer.is_sharded)
             if cluster.first and setup.data.validation is not None:
                 console.print(f"data: {setup.data.note}", highlight=False, markup=False, soft_wrap=True)
             run = Run(trainer, Recorder(setup, cluster, console, trainer.restored), saver, signals, stage)

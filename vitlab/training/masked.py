@@ -22,7 +22,7 @@ from vitlab.device import send
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
 from vitlab.models.vit import ViT
-from vitlab.training.objectives import at_least_float32
+from vitlab.training.objectives import Forward, at_least_float32
 
 LEVELS = 8
 COLORS = LEVELS**3
@@ -79,6 +79,8 @@ class MaskedPatches(nn.Module):
             raise UserError("masked patch prediction trains no pooling; use pool=token or pool=mean, not attention")
         if vit.config.final_norm == "pooled":
             raise UserError("masked patch prediction trains no norm after pooling; use final_norm=tokens")
+        if vit.config.patch_dropout:
+            raise UserError("masked patch prediction needs the corrupted patches, all of them; set patch_dropout=0")
         self.vit = vit
         self.mask = nn.Parameter(torch.zeros(vit.config.width))
         nn.init.normal_(self.mask, std=0.02)
@@ -88,11 +90,18 @@ class MaskedPatches(nn.Module):
 
     def forward(self, images: Tensor, corruption: Corruption) -> Tensor:
         """Logits of the color of every patch, (B, N, 512)."""
+        return self.colors(self.tokens(images, corruption))
+
+    def tokens(self, images: Tensor, corruption: Corruption) -> Tensor:
+        """The encoded sequence of corrupted images, (B, prefix + N, D)."""
         x = self.vit.patches(images)  # (B, N, D)
         swapped = x.gather(1, corruption.other[..., None].expand_as(x))
         x = torch.where(corruption.swapped[..., None], swapped, x)
         x = torch.where(corruption.masked[..., None], self.mask.to(x.dtype), x)
-        return self.head(self.vit.encode(x)[:, self.vit.config.prefix :])
+        return self.vit.encode(x)
+
+    def colors(self, tokens: Tensor) -> Tensor:
+        return self.head(tokens[:, self.vit.config.prefix :])
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,7 @@ class PatchPrediction:
     stride: int
     masking: Masking = "coin"
 
-    def loss(self, module: nn.Module, batch: Batch, step: int) -> Tensor:
+    def loss(self, module: Forward, batch: Batch, step: int) -> Tensor:
         losses, _, _, corruption = self.predict(module, batch, step)
         # not how many were drawn: a mean over micro-batches must add up
         share = half(losses.shape[1]) / losses.shape[1] if self.masking == "half" else CORRUPTED
@@ -128,7 +137,7 @@ class PatchPrediction:
     def score(self, report: dict[str, float]) -> float:
         return -report["loss"]
 
-    def predict(self, module: nn.Module, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor, Corruption]:
+    def predict(self, module: Forward, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor, Corruption]:
         """Losses (B, N), logits (B, N, 512), targets (B, N) and the corruption of a batch."""
         corruption = corrupt(self.seed, step, batch.index, self.grid[0] * self.grid[1], self.masking)
         targets = color_classes(batch.images, self.preprocess, self.stride)

@@ -26,10 +26,11 @@ from vitlab.training.parallel import Cluster
 SIGMOID_BIAS = -10.0  # of a fresh head: with thousands of classes, almost every answer begins as "no"
 
 ObjectiveName = Literal["softmax", "sigmoid", "masked"]
+Forward = Callable[..., Tensor]  # a module as a loss calls it
 
 
 class Objective(Protocol):
-    def loss(self, module: nn.Module, batch: Batch, step: int) -> Tensor:
+    def loss(self, module: Forward, batch: Batch, step: int) -> Tensor:
         """The mean loss of a micro-batch."""
         ...
 
@@ -86,7 +87,7 @@ class Classification:
     loss_function: Callable[..., Tensor]
     weights: Tensor | None = None  # of the classes, (K,), while training
 
-    def loss(self, module: nn.Module, batch: Batch, step: int) -> Tensor:
+    def loss(self, module: Forward, batch: Batch, step: int) -> Tensor:
         return self.loss_function(module(batch.images), batch.targets, self.weights)
 
     def sums(self, module: nn.Module, batch: Batch) -> Tensor:
@@ -117,7 +118,7 @@ def start_at_frequency(head: nn.Linear | None, images: Ints, total: int) -> None
 class MultiLabel:
     """Training on a multi-label set, one yes or no for each class."""
 
-    def loss(self, module: nn.Module, batch: Batch, step: int) -> Tensor:
+    def loss(self, module: Forward, batch: Batch, step: int) -> Tensor:
         return sigmoid_loss(module(batch.images), batch.targets)
 
     def sums(self, module: nn.Module, batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Optimization: learning-rate schedules, weight decay, the two optimizers, gradient clipping, Polyak averaging."""
+"""Optimization: learning-rate schedules, weight decay, the optimizers, gradient clipping, Polyak averaging."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -8,21 +8,28 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-Decay = Literal["linear", "cosine", "constant"]
-OptimizerName = Literal["adamw", "sgd"]
+from vitlab.training.muon import Muon, Shape, hidden_matrices
+
+Decay = Literal["linear", "cosine", "constant", "wsd"]
+OptimizerName = Literal["adamw", "sgd", "muon"]
+
+LAST_SHARE = 0.2  # of the steps after the warm-up, in which warm-up-stable-decay decays
 
 
 def learning_rate(step: int, *, base: float, steps: int, warmup: int, decay: Decay, end: float = 0.0) -> float:
     """The rate of step 0, 1, ... steps-1: up from zero over `warmup` steps, then down over the rest.
 
     The decay runs over the steps after the warm-up, as in the authors' code: with t from 0 to 1, linear goes from
-    base to `end`, cosine is base * (1 + cos(pi t)) / 2, constant is base.
+    base to `end`, cosine is base * (1 + cos(pi t)) / 2, constant is base. Warm-up-stable-decay ("wsd") is base until
+    the last fifth, and goes from there to `end` as linear does.
     """
     if step < warmup:
         return base * step / warmup
     t = (step - warmup) / (steps - warmup)
     if decay == "linear":
         return end + (base - end) * (1 - t)
+    if decay == "wsd":
+        return end + (base - end) * min(1.0, (1 - t) / LAST_SHARE)
     return base * (1 + math.cos(math.pi * t)) / 2 if decay == "cosine" else base
 
 
@@ -43,21 +50,34 @@ def make_optimizer(
     betas: tuple[float, float],
     momentum: float,
     capturable: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.optim.Optimizer:
-    """AdamW (decay decoupled, times the learning rate) or SGD with momentum, with decay on kernels alone.
+    """AdamW (decay decoupled, times the learning rate), SGD with momentum, or Muon; with decay on kernels alone.
 
-    With `capturable` AdamW's step can be recorded as a CUDA graph: its learning rate is a tensor on the GPU.
+    With `capturable` the step of AdamW or Muon can be recorded as a CUDA graph: the learning rate is a tensor on the
+    GPU. `dtype` is the precision in which Muon makes updates of its matrices; AdamW has everything else.
     """
-    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    matrices = hidden_matrices(module) if kind == "muon" else {}
+    rest = {name: p for name, p in trained.items() if name not in matrices}
     groups = [
-        {"params": [p for name, p in trained if is_decayed(name, p)], "weight_decay": weight_decay},
-        {"params": [p for name, p in trained if not is_decayed(name, p)], "weight_decay": 0.0},
+        {"params": [p for name, p in rest.items() if is_decayed(name, p)], "weight_decay": weight_decay},
+        {"params": [p for name, p in rest.items() if not is_decayed(name, p)], "weight_decay": 0.0},
     ]
+    if kind == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=momentum)
+    fused = all(p.is_cuda for p in trained.values())
+    device = next(iter(trained.values())).device
+    lr: float | Tensor = torch.zeros((), device=device) if capturable else 0.0
+    adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=fused, capturable=capturable)
     if kind == "adamw":
-        fused = all(p.is_cuda for _, p in trained)
-        lr: float | Tensor = torch.zeros((), device=trained[0][1].device) if capturable else 0.0
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=fused, capturable=capturable)
-    return torch.optim.SGD(groups, lr=0.0, momentum=momentum)
+        return adamw
+    by_shape: dict[Shape, list[nn.Parameter]] = {}
+    for name, shape in matrices.items():
+        if name in trained:
+            by_shape.setdefault(shape, []).append(trained[name])
+    own = [{"params": ps, "shape": shape, "weight_decay": weight_decay} for shape, ps in by_shape.items()]
+    return Muon(own, adamw, dtype)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

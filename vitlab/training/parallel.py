@@ -170,7 +170,7 @@ def wrap_module(
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     if compiled:
         for part in repeated_blocks(module) if sharded else [module]:  # hooks of sharding would break up one graph
-            part.compile()
+            part.compile(dynamic=False)  # images of two sizes are two graphs
     if cluster.world == 1:
         return module
     if not sharded:

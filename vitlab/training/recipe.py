@@ -13,8 +13,9 @@ from vitlab.data.balance import Balance
 from vitlab.data.loader import BROKEN_LIMIT
 from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
-from vitlab.models.config import MOST_WIDTH, ImageSize, Preprocess, ViTConfig
+from vitlab.models.config import LARGEST_SIDE, MOST_WIDTH, ImageSize, Preprocess, Size, ViTConfig
 from vitlab.settings import RATE, Range, Setting, annotations, check_all, check_types, describe, parse_settings, to_json
+from vitlab.text import listed
 from vitlab.training.masked import Masking
 from vitlab.training.objectives import SIGMOID_BIAS, ObjectiveName
 from vitlab.training.optim import Decay, OptimizerName
@@ -28,12 +29,13 @@ Head = Literal["auto", "new", "keep"]
 Init = Literal["xavier", "lecun"]
 
 COUNT, STEPS, NUMBER = Range(1), Range(1, 10**12), Range(0)
+LENGTHS = ("epochs", "minutes", "steps")
 NESTED = ("augment", "preprocess", "model_settings")
 # What a model's name, the recipe or the data decide.
 NOT_IN_RECIPE = ("image_size", "patch", "stem", "classes")
 # What may change between a run and its continuation: it is the same run, on another machine to another rounding.
 LOOSE = (
-    *("workers", "device", "parallel", "checkpoint_every", "log_every", "data", "broken_limit"),
+    *("workers", "device", "parallel", "checkpoint_every", "log_every", "data", "broken_limit", "teacher"),
     *("tensorboard", "wandb", "mlflow"),
 )
 
@@ -45,11 +47,21 @@ class Recipe:
     model: Annotated[str, "name of the model, such as B/16"]
     data: Annotated[str, "images to train on: a folder of class folders or any other source"]
     image_size: ImageSize = (224, 224)
+    small_size: Annotated[
+        Size | None, Range(1, LARGEST_SIDE), "height and width of the images that training starts with; none: the same"
+    ] = None
+    small_start: Annotated[float, RATE, "share of the run, at its start, with images of small_size"] = 0.5
     weights: Annotated[str | None, "weights to start from, as vitlab.load takes them; none: fresh"] = None
     head: Annotated[Head, "of the weights: auto keeps it if its classes have the data's names; new: zeros"] = "auto"
     objective: Annotated[ObjectiveName, "loss: softmax, sigmoid, or masked patch prediction"] = "softmax"
     masking: Annotated[Masking, "masked patches: a coin for each, or exactly half of every image's"] = "coin"
     head_bias: Annotated[float, Range(), "bias of a fresh head with objective=sigmoid"] = SIGMOID_BIAS
+    teacher: Annotated[str | None, "weights whose answers are learned, as vitlab.load takes them; none: labels"] = None
+    teacher_share: Annotated[float, Range(0, 1), "share of its probabilities in the loss; the rest: labels"] = 1.0
+    teacher_temperature: Annotated[float, Range(above=0, most=1000), "both divide their logits by it for that"] = 1.0
+    teacher_features: Annotated[
+        float, Range(0, 1e6), "weight of the error in the teacher's features, through a linear map that learns too"
+    ] = 0.0
     init: Annotated[Init, "fresh patch projection and pre-logits: Xavier uniform, or the authors' LeCun normal"] = (
         "xavier"
     )
@@ -75,22 +87,27 @@ class Recipe:
     broken_limit: Annotated[float, RATE, "share of broken images to skip before the run ends"] = BROKEN_LIMIT
     hash_data: Annotated[bool, "let --resume compare the images' contents too, not only names, sizes, labels"] = False
 
-    # length, by epochs or by steps
+    # length, by epochs, time or steps
     epochs: Annotated[float | None, Range(above=0, most=10**9), "passes over the training images"] = None
-    steps: Annotated[int | None, STEPS, "optimizer steps; epochs or steps, not both"] = None
+    minutes: Annotated[
+        float | None, Range(above=0, most=10**6), "time for everything: steps are fitted to the machine's speed"
+    ] = None
+    steps: Annotated[int | None, STEPS, "optimizer steps; one of epochs, minutes and steps"] = None
     batch: Annotated[int, Range(1, 10_000_000), "images of a step, over all processes"] = 4096
     micro: Annotated[int | None, COUNT, "images of a process at a time; none: what its memory holds"] = None
 
     # optimizer
-    optimizer: Annotated[OptimizerName, "AdamW or SGD with momentum"] = "adamw"
+    optimizer: Annotated[OptimizerName, "AdamW, SGD with momentum, or Muon: AdamW but for the blocks' matrices"] = (
+        "adamw"
+    )
     lr: Annotated[float, NUMBER, "peak learning rate"] = 1e-3
     warmup: Annotated[int, Range(0, 10**12), "steps of linear warm-up"] = 0
-    decay: Annotated[Decay, "learning-rate schedule after the warm-up"] = "cosine"
-    lr_end: Annotated[float, NUMBER, "learning rate at which a linear decay ends"] = 0.0
+    decay: Annotated[Decay, "learning rate after the warm-up; wsd: constant, then linear in the last fifth"] = "cosine"
+    lr_end: Annotated[float, NUMBER, "learning rate at which linear and wsd end"] = 0.0
     weight_decay: Annotated[float, NUMBER, "decoupled, times the learning rate; on kernels only"] = 0.0
     beta1: Annotated[float, RATE, "AdamW's first"] = 0.9
     beta2: Annotated[float, RATE, "AdamW's second"] = 0.999
-    momentum: Annotated[float, RATE, "SGD's"] = 0.9
+    momentum: Annotated[float, RATE, "SGD's; Muon's is 0.95"] = 0.9
     clip: Annotated[float, NUMBER, "largest norm of the gradient; 0: not clipped"] = 0.0
     ema: Annotated[float, RATE, "decay of the weights' moving average; 0: none"] = 0.0
 
@@ -99,9 +116,9 @@ class Recipe:
     device: Annotated[str, "auto, cpu, cuda, cuda:1 or mps"] = "auto"
     precision: Annotated[Precision, "auto: mixed bfloat16 where the GPU has it"] = "auto"
     compile: Annotated[Compile, "torch.compile; auto: on a GPU"] = "auto"
-    cuda_graph: Annotated[bool, "on one GPU without micro-batches, AdamW's step as a CUDA graph: for small models"] = (
-        False
-    )
+    cuda_graph: Annotated[
+        bool, "on one GPU without micro-batches, the step as a CUDA graph, but SGD's: for small models"
+    ] = False
     recompute: Annotated[bool, "activation checkpointing: less memory, a third more compute"] = False
     parallel: Annotated[Parallel, "under torchrun: a complete model in each process, or its shards"] = "ddp"
     workers: Annotated[int | None, Range(0, 1_024), "processes that read images; none: by the machine"] = None
@@ -119,8 +136,8 @@ class Recipe:
     def __post_init__(self) -> None:
         check_types(self)
         self.model_settings.update(check_all(self.model_settings, model_keys()))
-        if (self.epochs is None) == (self.steps is None):
-            raise UserError("a recipe has one length: epochs or steps")
+        if (self.epochs is None) == (self.steps is None and self.minutes is None):  # steps are fitted to minutes
+            raise UserError("a recipe has one length: epochs, minutes or steps")
         if self.balance != "none" and self.objective == "masked":
             raise UserError(f"masked patch prediction uses no labels, so there is nothing for balance={self.balance}")
         if self.freeze == "body" and self.objective == "masked":
@@ -129,6 +146,30 @@ class Recipe:
             raise UserError(f"lora={self.lora} freezes the body already and learns its updates; leave freeze='body'")
         if self.lora and self.objective == "masked":
             raise UserError(f"masked patch prediction trains the body itself; leave lora={self.lora}")
+        if self.small_size is not None:
+            self.check_small_size(self.small_size)
+        if self.teacher is not None:
+            self.check_teacher()
+
+    def check_small_size(self, small: Size) -> None:
+        """Raise UserError for a start of the run that has no smaller images, or an objective of one size alone."""
+        if any(a > b for a, b in zip(small, self.image_size, strict=True)) or small == self.image_size:
+            sizes = [f"{height}x{width}" for height, width in (small, self.image_size)]
+            raise UserError(f"small_size={sizes[0]} is not smaller than image_size={sizes[1]}; set a smaller one")
+        if self.objective == "masked":
+            raise UserError("masked patch prediction has one grid of patches for all of the run; leave small_size")
+
+    def check_teacher(self) -> None:
+        """Raise UserError for settings under which there is nothing to learn from a teacher, or from its features."""
+        if not self.teacher_share and not self.teacher_features:
+            raise UserError("teacher_share=0 and teacher_features=0 learn nothing from the teacher; raise one of them")
+        if self.objective == "masked" and self.teacher_share:
+            fix = "set teacher_share=0 teacher_features=1, which learns the teacher's features"
+            raise UserError(f"masked patch prediction has no classes, so a teacher's probabilities do not apply; {fix}")
+        if self.freeze == "body" and self.teacher_features:
+            raise UserError("a frozen body's features do not learn from a teacher's; leave teacher_features")
+        if self.balance == "weights" and self.teacher_share == 1:
+            raise UserError("balance=weights weighs the labels, of which teacher_share=1 leaves none; lower it")
 
 
 # ---- flat keys: the recipe's own, the augmentation's and the model's
@@ -173,11 +214,12 @@ def make_recipe(model: str, data: str, **settings: Any) -> Recipe:
 
 
 def change(recipe: Recipe, **settings: Any) -> Recipe:
-    """A recipe with other flat settings; steps replace epochs and epochs replace steps."""
-    if settings.get("steps") is not None:
-        settings.setdefault("epochs", None)
-    if settings.get("epochs") is not None:
-        settings.setdefault("steps", None)
+    """A recipe with other flat settings; of epochs, minutes and steps each replaces the others."""
+    given = [key for key in LENGTHS if settings.get(key) is not None]
+    if len(given) > 1:
+        raise UserError(f"a recipe has one length: {listed(given)}, not both")
+    if given:
+        settings = dict.fromkeys(LENGTHS) | settings
     return dataclasses.replace(recipe, **nest(settings, recipe))
 
 
@@ -197,9 +239,14 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 
 
 def resolve_length(recipe: Recipe, images: int, tests: int, world: int) -> Recipe:
-    """The recipe with its length in steps, for so many images to train on and to validate on, on so many processes."""
+    """The recipe with its length in steps, for so many images to train on and to validate on, on so many processes.
+
+    Minutes stay as they are until the trainer has measured the speed, see minutes.py.
+    """
     if recipe.batch % world:
         raise UserError(f"batch={recipe.batch} does not divide over {world} processes; use a multiple of {world}")
+    if not is_settled(recipe):
+        return recipe
     steps = count_steps(recipe, images)
     if recipe.warmup >= steps:
         fix = f"set warmup={steps // 10}, or a longer run"
@@ -208,8 +255,30 @@ def resolve_length(recipe: Recipe, images: int, tests: int, world: int) -> Recip
     return dataclasses.replace(recipe, steps=steps, epochs=None, evaluate_every=every)
 
 
+def is_settled(recipe: Recipe) -> bool:
+    """Whether the length is known; that of a run by the clock is not, until its speed is."""
+    return recipe.minutes is None or recipe.steps is not None
+
+
+def settle(recipe: Recipe, steps: int) -> Recipe:
+    """A recipe by the clock with the steps there is time for; a warm-up that does not fit becomes a tenth of them."""
+    warmup = recipe.warmup if recipe.warmup < steps else steps // 10
+    return dataclasses.replace(recipe, steps=steps, warmup=warmup)
+
+
 def count_steps(recipe: Recipe, images: int) -> int:
     return recipe.steps or max(1, round((recipe.epochs or 0) * images / recipe.batch))
+
+
+def plain_from(recipe: Recipe) -> int | None:
+    """How many images a run sees before its plain end, see `Augment`; None where it has none, or no length yet."""
+    share = recipe.augment.plain_end
+    return round((1 - share) * recipe.steps) * recipe.batch if share and recipe.steps else None
+
+
+def small_until(recipe: Recipe) -> int:
+    """How many images of `small_size` a run starts with; 0 where it has none, or no length yet."""
+    return 0 if recipe.small_size is None else round(recipe.small_start * (recipe.steps or 0)) * recipe.batch
 
 
 def evaluations(seen: int, tests: int) -> int:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from vitlab.cost import cost
 from vitlab.device import peak_flops
 from vitlab.errors import UserError
+from vitlab.models.shown import shown_config
 from vitlab.models.variants import build
 from vitlab.text import duration
 from vitlab.training.checkpoint import CheckpointMeta, disk_errors
@@ -19,6 +20,7 @@ from vitlab.training.cuda_graph import StepResult
 from vitlab.training.log import LOG, Log
 from vitlab.training.loggers import numbers_of, open_loggers
 from vitlab.training.parallel import Cluster
+from vitlab.training.recipe import small_until
 from vitlab.training.setup import RunSetup
 
 
@@ -38,7 +40,7 @@ class Recorder:
     def __init__(self, setup: RunSetup, cluster: Cluster, console: Console, start: CheckpointMeta) -> None:
         self.setup, self.cluster, self.out = setup, cluster, setup.out
         self.pending: list[tuple[int, float, StepResult]] = []  # steps not yet logged, with their learning rates
-        self.train_flops = 0
+        self.train_flops: dict[bool, int] = {}  # of images of small_size, and of the others
         self.bar = Bar(console, setup.recipe.steps or 0, start.step, shown=cluster.first)
         with disk_errors(self.out):
             self.log = Log(self.out / LOG, start.log_bytes) if cluster.first else None
@@ -93,12 +95,20 @@ class Recorder:
         record: dict[str, Any] = {"step": step, "images_per_second": round(speed, 1)}
         peak = peak_flops(self.cluster.device)
         if peak is not None:
-            self.train_flops = self.train_flops or cost(lambda: build(self.setup.config)).train_flops
-            utilization = speed * self.train_flops / peak / self.cluster.world
+            utilization = speed * self.flops_at(step) / peak / self.cluster.world
             shown["MFU"] = f"{utilization:.0%}"
             record["mfu"] = round(utilization, 4)
         self.write({"speed": record})
         self.bar.update(step, **shown)
+
+    def flops_at(self, step: int) -> int:
+        """Operations of a training image of a step, counted from 1."""
+        r, config = self.setup.recipe, self.setup.config
+        is_small = step * r.batch <= small_until(r)
+        if is_small not in self.train_flops:
+            seen = shown_config(config, r.small_size) if is_small and r.small_size else config
+            self.train_flops[is_small] = cost(lambda: build(seen)).train_flops
+        return self.train_flops[is_small]
 
     def add_evaluation(self, step: int, reports: dict[str, dict[str, float]], shown: dict[str, float]) -> None:
         """Log the reports on a split, and show the accuracy, or mean average precision, of one."""

@@ -19,8 +19,9 @@ from vitlab.data.source import Data
 from vitlab.device import pick_workers
 from vitlab.errors import UserError
 from vitlab.files import atomic_file, check_folder
-from vitlab.models.config import ModelConfig, Preprocess, ResNetConfig
+from vitlab.models.config import RATES, ModelConfig, Preprocess, ResNetConfig
 from vitlab.models.meta import meta_model
+from vitlab.models.shown import shown_config
 from vitlab.models.variants import Model, build, create
 from vitlab.models.vit import ViT, lecun_normal
 from vitlab.settings import check_value, from_json, to_json
@@ -30,10 +31,17 @@ from vitlab.training.checkpoint import CheckpointMeta, FoundCheckpoint, disk_err
 from vitlab.training.lora import check_rank
 from vitlab.training.objectives import start_at_frequency, start_sigmoid
 from vitlab.training.parallel import Cluster
-from vitlab.training.recipe import Recipe, difference, override, resolve_length
+from vitlab.training.recipe import Recipe, difference, is_settled, override, resolve_length, settle
 from vitlab.training.stages import is_staged
 from vitlab.training.start import choose_head, make_provenance
-from vitlab.training.trust import check_trusted_data, check_trusted_review, check_trusted_weights, remember_recipe
+from vitlab.training.teacher import check_same_teacher, image_bytes, open_teacher
+from vitlab.training.trust import (
+    check_trusted_data,
+    check_trusted_review,
+    check_trusted_teacher,
+    check_trusted_weights,
+    remember_recipe,
+)
 from vitlab.weights import load
 from vitlab.weights.formats.vitlab import model_config, model_json, read_provenance
 from vitlab.weights.lora import Adapter, base_json
@@ -57,6 +65,7 @@ class RunSetup:
     checkpoint: FoundCheckpoint | None  # to resume from
     initial: Model | None  # the model to start with, where there is no checkpoint or it holds low-rank updates alone
     adapter: Adapter | None = None  # what these are, and the weights they are for
+    teacher: Model | None = None  # to learn from
 
 
 @dataclass(frozen=True)
@@ -98,8 +107,8 @@ def read_recipe(out: Path) -> Recipe | None:
 
 
 def recipe_to_resume(out: Path, pairs: list[str]) -> Recipe | None:
-    """The recipe to resume the run in a folder with, or None. Data and weights that it names must have been given by
-    this user, now (in `pairs`) or when the run started; raises UserError otherwise."""
+    """The recipe to resume the run in a folder with, or None. Data, weights and teacher that it names must have been
+    given by this user, now (in `pairs`) or when the run started; raises UserError otherwise."""
     stored = read_recipe(out)
     if stored is None:
         return None
@@ -112,6 +121,8 @@ def recipe_to_resume(out: Path, pairs: list[str]) -> Recipe | None:
     complete = not recipe.lora and any((out / "checkpoints").glob("last*"))  # else the weights are needed again
     if recipe.weights is not None and "weights" not in given and not complete:
         check_trusted_weights(recipe.weights, out / RECIPE)
+    if recipe.teacher is not None and "teacher" not in given:
+        check_trusted_teacher(recipe.teacher, out / RECIPE)
     if recipe.review is not None and "review" not in given:
         check_trusted_review(recipe.review, out / RECIPE)
     return recipe
@@ -151,8 +162,12 @@ def prepare_run(
         raise UserError(f"{data.name} is multi-label, and balance={recipe.balance} needs one label per image; leave it")
     if stored is not None:
         cluster.agree(lambda: check_data(stored, out, data, hashed=recipe.hash_data, accept=accept))
+    if stored is not None and stored.recipe.minutes == recipe.minutes and not is_settled(recipe):
+        recipe = settle(recipe, stored.recipe.steps) if stored.recipe.steps else recipe
     recipe = resolve_length(recipe, len(data.train), len(data.validation or data.test), cluster.world)
+    teacher = open_teacher(recipe, data.classes)
     if stored is not None:
+        check_same_teacher(recipe, stored.provenance, out)
         if (key := difference(recipe, stored.recipe)) is not None:
             advice = "continue it with its own settings, or use a new --out"
             raise UserError(f"the run in {out} has another {key}; {advice}")
@@ -161,14 +176,16 @@ def prepare_run(
             about = (stored.model, stored.preprocess, stored.provenance)
             if stored.adapter is not None:
                 base = resume_base(stored, stored.adapter, out, data, start)
-                return RunSetup(out, recipe, data, *about, found, *base)
+                return RunSetup(out, recipe, data, *about, found, *base, teacher)
             check_size(stored.model, found.folder)
-            return RunSetup(out, recipe, data, *about, found, None)
+            return RunSetup(out, recipe, data, *about, found, None, teacher=teacher)
     adapter = new_adapter(recipe, out)
     model, preprocess = initial_model(recipe, data, start)
     check_rank(model.config, recipe.lora)  # before the folder is made
+    if recipe.small_size is not None:
+        shown_config(model.config, recipe.small_size)
     about = (model.config, preprocess, make_provenance(recipe, data, model))
-    setup = RunSetup(out, recipe, data, *about, None, model, adapter)
+    setup = RunSetup(out, recipe, data, *about, None, model, adapter, teacher)
     cluster.agree(lambda: write_run_files(setup, new=stored is None, trial=trial))
     return setup
 
@@ -197,6 +214,23 @@ def write_run_files(setup: RunSetup, *, new: bool, trial: bool) -> None:
         remember_recipe(setup.out / RECIPE)
         if new:
             manifest.write_manifest(setup.out, manifest.list_images(setup.data, setup.recipe.hash_data))
+
+
+def training_lengths(setup: RunSetup) -> list[int]:
+    """The lengths of the sequences that a run trains on: two where it starts with smaller images."""
+    small = setup.recipe.small_size
+    start = [] if small is None else [shown_config(setup.config, small).training_length]
+    return [*start, setup.config.training_length]
+
+
+def settle_run(setup: RunSetup, steps: int, cluster: Cluster) -> RunSetup:
+    """The run with its number of steps, which is stored: a run by the clock, once its speed is known."""
+    data = setup.data
+    tests = len(data.validation or data.test)
+    recipe = resolve_length(settle(setup.recipe, steps), len(data.train), tests, cluster.world)
+    setup = dataclasses.replace(setup, recipe=recipe)
+    cluster.agree(lambda: write_run_files(setup, new=False, trial=False))
+    return setup
 
 
 def check_meta(meta: CheckpointMeta, recipe: Recipe) -> None:
@@ -261,13 +295,13 @@ def initial_model(recipe: Recipe, data: Data, start: str | Path | None = None) -
 
 
 def with_rates(model: Model, recipe: Recipe) -> Model:
-    """Loaded weights under the recipe's dropout and stochastic depth; what else a model is, the weights decide."""
+    """Loaded weights under the recipe's rates of dropout and the like; what else a model is, the weights decide."""
     given = recipe.model_settings
     for key, value in given.items():
-        if key not in ("dropout", "drop_path") and getattr(model.config, key, value) != value:
+        if key not in RATES and getattr(model.config, key, value) != value:
             has = getattr(model.config, key)
             raise UserError(f"{recipe.weights} has {key}={has}, not {value}; set {key}={has}, or start without weights")
-    rates = {key: value for key, value in given.items() if key in ("dropout", "drop_path")}
+    rates = {key: value for key, value in given.items() if key in RATES}
     if not rates or isinstance(model.config, ResNetConfig):
         return model
     new = build(dataclasses.replace(model.config, **rates))
@@ -317,6 +351,8 @@ def choose_micro(setup: RunSetup, cluster: Cluster, core: nn.Module, *, bf16: bo
             raise UserError(f"micro={micro} does not divide a process's batch of {share}; {near} does")
         return micro
     image = cost(lambda: build(setup.config)).activation_bytes * (1 if bf16 else 2)
+    if setup.teacher is not None:  # it is done before the model begins
+        image = max(image, image_bytes(setup.teacher, bf16=bf16))
     state = 16 * sum(p.numel() for p in core.parameters())  # gradient, two moments and an average, float32
     return fit_micro(share, image, state, free_bytes(cluster.device))
 

@@ -9,6 +9,7 @@ from vitlab.errors import UserError
 from vitlab.models.meta import fill_model
 from vitlab.models.variants import Model
 from vitlab.training.recipe import Recipe
+from vitlab.training.teacher import name_teacher
 from vitlab.weights.load import Checkpoint, find_origin, replace_head
 
 log = logging.getLogger("vitlab")
@@ -53,7 +54,7 @@ def reorder_head(model: Model, own: tuple[str, ...], classes: tuple[str, ...]) -
 def make_provenance(recipe: Recipe, data: Data, start: Model | None) -> dict[str, str]:
     """How a trained model came about: the file that it started from, the data, the training, and what was before."""
     steps = f"{recipe.steps} steps of {recipe.batch} images, {recipe.objective}, {recipe.optimizer}"
-    training = {"data": data.name, "training": f"{steps}, lr {recipe.lr:g}, seed {recipe.seed}"}
+    training = {"data": data.name, "training": f"{steps}, lr {recipe.lr:g}, seed {recipe.seed}", **name_teacher(recipe)}
     if recipe.weights is None or start is None:
         return {"source": "from scratch", **training}
     origin = find_origin(recipe.weights)

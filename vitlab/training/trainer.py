@@ -1,13 +1,15 @@
 """The training step: micro-batches, gradients, the optimizer and averaged weights; and evaluation between steps.
 
 Everything random is a function of (seed, step), so that a resumed run equals the run that was never interrupted: the
-loader's batches, the model's dropout (its generator is seeded before every micro-batch) and the masks.
+loader's batches, the model's dropout (its generator is seeded before every micro-batch) and the masks. The size of
+images is the loader's too: the model takes what it is given.
 """
 
 import dataclasses
 import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,8 +21,9 @@ from vitlab.data.rng import keys
 from vitlab.device import has_bf16, out_of_memory
 from vitlab.errors import UserError
 from vitlab.evaluation.multi_label import EVEN
-from vitlab.models.config import ViTConfig
-from vitlab.models.variants import build
+from vitlab.models.config import Size, ViTConfig
+from vitlab.models.shown import show
+from vitlab.models.variants import Model, build
 from vitlab.models.vit import ViT
 from vitlab.terminal import warn
 from vitlab.training import checkpoint
@@ -31,7 +34,9 @@ from vitlab.training.masked import MaskedPatches, PatchPrediction
 from vitlab.training.objectives import LOSSES, Classification, MultiLabel, Objective, blank_batch, measure_sums
 from vitlab.training.optim import Average, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from vitlab.training.parallel import Cluster, gather_full, gradient_sync, wrap_module
+from vitlab.training.recipe import plain_from, small_until
 from vitlab.training.setup import RunSetup, choose_micro, divisors, make_loaders
+from vitlab.training.teacher import Distillation, Mapped, Teacher, feature_width, make_lesson
 
 
 class Trainer:
@@ -47,12 +52,21 @@ class Trainer:
         self.steps = r.steps or 0
         self.bf16 = r.precision == "bfloat16" or (r.precision == "auto" and has_bf16(cluster.device))
         self.dtype = torch.float64 if r.precision == "float64" else torch.float32
-        self.core, self.objective = self.make_core()
         compiled = r.compile == "yes" or (r.compile == "auto" and cluster.device.type == "cuda")
+        self.core, self.objective = self.make_core()
+        self.size = setup.config.image_size  # of the images it trains on
+        self.compiled = compiled
+        self.lesson = self.make_lesson()
         self.module = wrap_module(self.core, cluster, recompute=r.recompute, compiled=compiled, parallel=r.parallel)
         betas, capturable = (r.beta1, r.beta2), r.cuda_graph and self.is_one_gpu
         self.optimizer = make_optimizer(
-            self.core, r.optimizer, weight_decay=r.weight_decay, betas=betas, momentum=r.momentum, capturable=capturable
+            self.core,
+            r.optimizer,
+            weight_decay=r.weight_decay,
+            betas=betas,
+            momentum=r.momentum,
+            capturable=capturable,
+            dtype=torch.bfloat16 if self.bf16 and cluster.device.type == "cuda" else self.dtype,
         )
         self.graphed: GraphedStep | None = None
         self.average = Average(self.core, r.ema) if r.ema else None
@@ -78,7 +92,7 @@ class Trainer:
             if not isinstance(model, ViT) or not isinstance(config, ViTConfig):
                 raise UserError(f"masked patch prediction needs a transformer, and {r.model} is a ResNet")
             objective = PatchPrediction(self.setup.preprocess, r.seed, config.grid, config.stride, r.masking)
-            return MaskedPatches(model).to(device, dtype), objective
+            return self.with_map(MaskedPatches(model)).to(device, dtype), objective
         if r.freeze == "body":
             for name, p in model.named_parameters():
                 p.requires_grad_(name.startswith("head."))
@@ -88,7 +102,25 @@ class Trainer:
         if r.balance == "weights":
             weights = torch.from_numpy(class_weights(data.train.class_counts())).to(device, torch.float32)
         supervised = MultiLabel() if data.is_multi_label else Classification(LOSSES[r.objective], weights)
-        return model.to(device, dtype), supervised
+        return self.with_map(model).to(device, dtype), supervised
+
+    def with_map(self, student: Model | MaskedPatches) -> nn.Module:
+        """The student, with a map to its teacher's features where it learns these."""
+        teacher = self.setup.teacher
+        if teacher is None or not self.recipe.teacher_features:
+            return student
+        return Mapped(student, feature_width(teacher))
+
+    def make_lesson(self) -> Distillation | None:
+        """What the run learns from its teacher, which is complete on every device; None without one."""
+        model = self.setup.teacher
+        if model is None:
+            return None
+        teacher = Teacher(model, self.setup.preprocess, self.size)
+        teacher.to(self.cluster.device, self.dtype)
+        if self.compiled:
+            teacher.compile(dynamic=False)
+        return make_lesson(self.recipe, self.objective, model, teacher)
 
     def restore(self) -> CheckpointMeta:
         """Load the checkpoint to resume from, if there is one, and return its metadata.
@@ -111,6 +143,18 @@ class Trainer:
         if self.cluster.first:
             checkpoint.remove_leftovers(checkpoint.last_checkpoint(self.setup.out), found.folder)
         return found.meta if found.meta.world == world else dataclasses.replace(found.meta, micro=micro)
+
+    def rewind(self, state: dict[str, Tensor], setup: RunSetup) -> None:
+        """Go back to `state`, that of before the first step, with the optimizer's empty; from then on train `setup`."""
+        checkpoint.restore_state(state, self.core, self.optimizer, self.average)
+        if self.graphed is None:
+            self.optimizer.state.clear()
+        else:  # a recorded step refers to these very tensors; zeros are what they start as
+            for name, tensor in self.state().items():
+                if name.startswith("optimizer/"):
+                    tensor.zero_()
+        self.setup, self.recipe, self.steps = setup, setup.recipe, setup.recipe.steps or 0
+        self.batches = self.batches_from(0)
 
     # ---- the training step
 
@@ -151,13 +195,23 @@ class Trainer:
         if not self.module.training:
             self.module.train()
         batch = next(self.batches)
+        self.train_at((batch.images.shape[2], batch.images.shape[3]))
         torch.manual_seed(dropout_seed(self.recipe.seed, step, part, self.cluster.rank))
         return batch
+
+    def train_at(self, size: Size) -> None:
+        """Take training images of a size from now on; a recorded step is for one size alone."""
+        if size != self.size:
+            if self.graphed is not None:
+                torch.cuda.synchronize()  # it may be running
+            self.size, self.graphed = size, None
+            self.lesson = self.make_lesson()
+        show(self.model, size)
 
     def backward(self, batch: Batch, step: int) -> Tensor:
         """Add a micro-batch's share to the gradients; return its share of the loss."""
         with self.autocast():
-            loss = self.objective.loss(self.module, batch, step) / self.parts
+            loss = (self.lesson or self.objective).loss(self.module, batch, step) / self.parts
         loss.backward()
         return loss.detach()
 
@@ -189,13 +243,14 @@ class Trainer:
         if not (r.cuda_graph and self.is_one_gpu and self.parts == 1):
             return False
         # masks are drawn on the host, and recomputation keeps the random generator's state there
-        return r.optimizer == "adamw" and r.objective != "masked" and not r.recompute
+        return r.optimizer != "sgd" and r.objective != "masked" and not r.recompute
 
     def replay(self, step: int) -> StepResult:
         """A step as one CUDA graph, once it is recorded."""
+        batch = self.next_batch(step, 0)
         if self.graphed is None:
             self.graphed = GraphedStep(lambda batch: (self.backward(batch, step), self.optimizer_step()))
-        return self.graphed(self.next_batch(step, 0))
+        return self.graphed(batch)
 
     # ---- micro-batches
 
@@ -206,7 +261,8 @@ class Trainer:
 
     def batches_from(self, step: int) -> Iterator[Batch]:
         """This process's micro-batches from a step on, without end."""
-        self.loader.batch = self.micro * self.cluster.world
+        self.loader.batch, self.loader.plain_from = self.micro * self.cluster.world, plain_from(self.recipe)
+        self.loader.small_size, self.loader.small_until = self.recipe.small_size, small_until(self.recipe)
         return map(self.cast, self.loader.batches(step * self.parts))
 
     def cast(self, batch: Batch) -> Batch:
@@ -256,6 +312,7 @@ class Trainer:
     def measure(self, split: str) -> list[float]:
         """The objective's sums on a split, every image that can be read counted once over all processes."""
         self.module.eval()
+        show(self.model, self.setup.config.image_size)
         loader = self.eval_loaders[split]
         most = -(-len(loader.source) // self.cluster.world)  # images of the process that has most
         passes = -(-most // loader.batch)
@@ -288,6 +345,12 @@ class Trainer:
     def is_sharded(self) -> bool:
         return self.module is self.core and self.cluster.world > 1
 
+    @property
+    def model(self) -> Model:
+        """The run's product, inside of what learns."""
+        inside = self.core.student if isinstance(self.core, Mapped) else self.core
+        return cast(Model, inside.vit if isinstance(inside, MaskedPatches) else inside)
+
     def state(self) -> dict[str, Tensor]:
         """All tensors that a checkpoint holds, by name; nothing is copied."""
         return checkpoint.collect_state(self.core, self.optimizer, self.average)
@@ -295,8 +358,8 @@ class Trainer:
     def final_weights(self) -> dict[str, Tensor]:
         """The model's weights, or its low-rank updates, on the CPU, unsharded, and averaged if the run averages."""
         with self.average.swap_in() if self.average is not None else nullcontext():
-            model = self.core.vit if isinstance(self.core, MaskedPatches) else self.core
-            return {name: gather_full(tensor).detach().cpu().clone() for name, tensor in own_state(model).items()}
+            state = own_state(self.model).items()
+            return {name: gather_full(tensor).detach().cpu().clone() for name, tensor in state}
 
 
 def dropout_seed(*parts: int) -> int:

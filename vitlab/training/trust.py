@@ -65,6 +65,15 @@ def check_trusted_weights(name: str, recipe: Path) -> None:
         )
 
 
+def check_trusted_teacher(name: str, recipe: Path) -> None:
+    """Raise UserError unless the teacher that a recipe.json names may be opened."""
+    if not is_trusted(recipe):
+        raise UserError(
+            f"{recipe.parent} was not started here by you, so its teacher {quote(name)} is not opened unasked; to use "
+            "it, name it: teacher=WEIGHTS"
+        )
+
+
 def check_trusted_review(name: str, recipe: Path) -> None:
     """Raise UserError unless the review that a recipe.json names may be opened."""
     if not is_trusted(recipe):

@@ -20,7 +20,7 @@ from vitlab.models.positions import Resample
 from vitlab.models.variants import Model
 from vitlab.settings import from_json, takes
 from vitlab.text import brief, listed, valid_text
-from vitlab.weights import hub
+from vitlab.weights import box, hub
 from vitlab.weights.beside import stored_settings
 from vitlab.weights.class_names import imagenet_names
 from vitlab.weights.formats import clip, dinov2, dinov3, google, huggingface, mae, timm, torchvision, vitlab
@@ -55,7 +55,7 @@ def load(
 
     Args:
         source: a run folder, a .safetensors, .npz or .pth file, a hub's folder or a hub id such as
-            "google/vit-base-patch16-224". Nothing in a file is ever executed.
+            "google/vit-base-patch16-224"; "box" is the small model in the package. Nothing in a file is ever executed.
         classes: another number than the file's gives a new head of zeros; 0 leaves the head out.
         image_size: another size than the file's resamples the position embeddings.
         resample: how: "bilinear" as the authors do, or "bicubic".
@@ -289,6 +289,6 @@ def unify_dtype(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     """The tensors in float64 if all are; otherwise, also from half precision, in float32, which runs everywhere."""
     types = {x.dtype for x in tensors.values()}
     dtype = torch.float64 if types == {torch.float64} else torch.float32
-    if types != {dtype}:
+    if types != {dtype} and name != box.NAME:  # which is known to be in half precision
         log.info("%s is stored in %s; loaded in %s", name, listed(sorted(map(str, types))), dtype)
     return {key: x.to(dtype) for key, x in tensors.items()}

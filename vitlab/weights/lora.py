@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from vitlab.errors import UserError
-from vitlab.models.config import MOST_WIDTH, ModelConfig, Size
+from vitlab.models.config import MOST_WIDTH, RATES, ModelConfig, Size
 from vitlab.settings import Range, check_types, check_value, from_json
+from vitlab.weights import box
 from vitlab.weights.hub import is_id
 
 LAYERS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight")
@@ -25,7 +26,7 @@ A, B = "lora_a.weight", "lora_b.weight"
 LARGEST_ALPHA = 1e6
 OWN_FILE = "model.safetensors"  # of the updates themselves, in their folder
 MOST_GROWTH = 1 << 24  # parameters: positions of a base at another image size
-FREE = ("classes", "prelogits", "dropout", "drop_path")  # in which a base may differ from the adapted model
+FREE = ("classes", "prelogits", *RATES)  # in which a base may differ from the adapted model
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Adapter:
     rank: Annotated[int, Range(0, MOST_WIDTH), "inner width of the updates; 0: the head alone is another"]
     alpha: Annotated[float, Range(above=0, most=LARGEST_ALPHA), "updates are scaled by alpha / rank"]
     sha256: Annotated[str, "of the base's file of weights"]
-    source: Annotated[str, "of the base: an absolute path or a hub id; empty where it is unknown"] = ""
+    source: Annotated[str, "of the base: an absolute path, a hub id or box; empty where it is unknown"] = ""
     near: Annotated[str, "its path from the adapter's folder, for when both have moved"] = ""
 
     def __post_init__(self) -> None:
@@ -44,7 +45,7 @@ class Adapter:
             raise UserError(f"the base's sha256 must be 64 hexadecimal digits, not {self.sha256[:80]!r}")
         if "\0" in self.source + self.near:
             raise UserError("the path of the base has a character that no path has")
-        if self.source and not is_absolute(self.source) and not is_id(self.source):
+        if self.source and not is_absolute(self.source) and not is_id(self.source) and self.source != box.NAME:
             raise UserError(f"the base must be an absolute path or a hub id, not {self.source[:120]!r}")
 
     @property

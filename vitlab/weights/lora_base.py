@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vitlab.errors import UserError
 from vitlab.files import sha256
-from vitlab.weights import hub
+from vitlab.weights import box, hub
 from vitlab.weights.lora import Adapter
 from vitlab.weights.open import open_source
 
@@ -34,8 +34,9 @@ def find_base(adapter: Adapter, folder: Path, name: str) -> str:
 
 
 def name_base(weights: str, rank: int, alpha: float = 1.0) -> Adapter:
-    """An adapter for these weights: named by their absolute path, or by their id and commit on the hub."""
+    """An adapter for these weights: named by their absolute path, by their id and commit on the hub, or as box."""
     file = open_source(weights).tensors.path
     path, commit = Path(weights).expanduser(), hub.commit_of(file)
-    source = os.path.abspath(path) if path.exists() else weights.partition("@")[0] + (f"@{commit}" if commit else "")
+    is_file = path.exists() and weights != box.NAME
+    source = os.path.abspath(path) if is_file else weights.partition("@")[0] + (f"@{commit}" if commit else "")
     return Adapter(rank, alpha, sha256(file), source)

@@ -8,7 +8,7 @@ from typing import Any
 
 from vitlab.errors import UserError
 from vitlab.files import read_json
-from vitlab.weights import hub
+from vitlab.weights import box, hub
 from vitlab.weights.beside import read_beside
 from vitlab.weights.formats import vitlab
 from vitlab.weights.formats.base import RawCheckpoint
@@ -20,6 +20,10 @@ log = logging.getLogger("vitlab")
 def open_source(source: str | os.PathLike[str]) -> RawCheckpoint:
     name = os.fspath(source)
     path = Path(name).expanduser()
+    if source == box.NAME:  # a Path of that name is a path
+        if path.exists():
+            log.info("box is the model of the package; the one here is ./box")
+        return open_folder(name, box.find_folder())
     if path.is_file():
         return open_file(name, path)
     if path.is_dir():

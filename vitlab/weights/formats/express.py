@@ -4,13 +4,13 @@ from collections.abc import Collection
 from dataclasses import fields as fields_of
 
 from vitlab.errors import UserError
-from vitlab.models.config import Gelu, ModelConfig, Pool, PositionKind, ResNetConfig, ViTConfig
+from vitlab.models.config import RATES, Gelu, ModelConfig, Pool, PositionKind, ResNetConfig, ViTConfig
 from vitlab.text import listed
 from vitlab.weights.formats.base import FormatDefaults, settings_of
 
-# Fields that every ViT has, or that are checked one by one below and by `check_settings`; dropout is for training.
+# Fields that every ViT has, or that are checked one by one below and by `check_settings`; rates are for training.
 COMMON = {"image_size", "patch", "depth", "width", "mlp", "heads", "classes", "stem", "pool", "prelogits", "positions"}
-COMMON |= {"placement", "attention", "gelu", "norm_eps", "dropout", "drop_path"}
+COMMON |= {"placement", "attention", "gelu", "norm_eps", *RATES}
 
 
 def cannot_express(target: str, part: str, fix: str = "") -> UserError:
