@@ -12,7 +12,7 @@ from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
 from vitlab.models.variants import build, configure
 from vitlab.settings import from_json, to_json
-from vitlab.training.recipe import Recipe, change, make_recipe, override, plain_from, resolve_length
+from vitlab.training.recipe import Recipe, change, is_settled, make_recipe, override, plain_from, resolve_length
 from vitlab.training.recipes import AUGREG, IMAGES, RECIPES, check_ready, command, find, length, operations, run_flops
 
 # The paper's table 3, written out: name, epochs, base LR, decay, weight decay, dropout.
@@ -169,7 +169,8 @@ def test_costs_are_those_the_paper_prints(name: str, exaflops: float) -> None:
     assert run_flops(find(name).recipe) / 1e18 == pytest.approx(exaflops, rel=0.04)
 
 
-ONE_OF_EACH = {(e.recipe.model, e.recipe.image_size): name for name, e in RECIPES.items()}
+# but those by the clock, whose cost is the machine's
+ONE_OF_EACH = {(e.recipe.model, e.recipe.image_size): name for name, e in RECIPES.items() if is_settled(e.recipe)}
 
 
 @pytest.mark.slow
