@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# The runs behind the model in the box, on one H200: benchmarks/box.sh OUT teacher|student|tuned
+# TINY, PETS and FLOWERS name the data sets, WEIGHTS the file of ViT-Ti/16. Each run is one call, ten minutes at most.
+set -euo pipefail
+out=$1
+train() { python -c "from vitlab.cli import main; main()" train "$@"; }
+
+# Ti/16 fine-tuned on the same training images at 224 px, from which the small model learns
+teacher() {
+  train tiny-imagenet model=Ti/16 weights="$WEIGHTS" head=new data="$TINY" image_size=224 depth=12 width=192 mlp=768 \
+    heads=3 pool=token drop_path=0.05 epochs=12 batch=512 lr=2e-4 warmup=150 decay=cosine weight_decay=0.05 clip=1 \
+    ema=0.998 area=0.4,1 randaugment=1,9 mixup=0.2 cutmix=0 label_smoothing=0.1 cuda_graph=true --out "$out/teacher"
+}
+
+student() {
+  train tiny-imagenet data="$TINY" depth=7 drop_path=0 batch=512 optimizer=muon lr=0.004 warmup=200 decay=linear \
+    ema=0.999 label_smoothing=0 teacher="$out/teacher" teacher_share=0.8 minutes=9.2 --out "$out/student"
+}
+
+# three seeds on each set of photos at 96 px, all at once
+tuned() {
+  for seed in 0 1 2; do
+    train pets-96 data="$PETS" weights="$out/student" depth=7 seed=$seed --out "$out/pets-$seed" &
+    train flowers-96 data="$FLOWERS" weights="$out/student" depth=7 seed=$seed --out "$out/flowers-$seed" &
+  done
+  wait
+}
+
+"$2"
