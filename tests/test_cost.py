@@ -1,13 +1,15 @@
 """Costs against the paper's table and against closed forms."""
 
 import functools
+from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES, family, mostly_slow
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitlab.cost import Cost, cost, days, forward_flops
+from vitlab.cost import Cost, cost, days, forward_flops, quick_cost
+from vitlab.models.names import LISTED, configure
 from vitlab.models.variants import Model, build, create
 
 # exaFLOPs of pre-training on 303 million images. The paper prints 859 for R50+L/16 at 7 epochs and 1668 at 14,
@@ -78,6 +80,25 @@ def test_flops_of_every_family(name: str) -> None:
     assert found.forward_flops == forward_flops(c) == counter.get_total_flops() + missed
     assert found.parameters == sum(p.numel() for p in build(c).parameters())
     assert found.length == c.length
+
+
+@pytest.mark.parametrize("name", mostly_slow(LISTED, "Ti/16", "R+Ti/16", "R50x1"))
+def test_closed_forms_equal_the_count(name: str) -> None:
+    """Parameters, tokens, operations and bytes, to the last digit."""
+    assert quick_cost(configure(name, {})) == cost_of(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("R50x1", {"image_size": (97, 130), "classes": 0}),  # every stride rounds up
+        ("R26+S/32", {"image_size": (96, 160), "depth": 2, "classes": 0}),
+        ("Ti/8", {"image_size": (24, 32), "classes": 3, "heads": 6, "mlp": 100, "depth": 1}),
+        ("Ti/8", {"image_size": 32, "depth": 2, "layer_scale": True, "pool": "mean"}),  # not plain, so counted
+    ],
+)
+def test_closed_forms_of_other_shapes(name: str, settings: dict[str, Any]) -> None:
+    assert quick_cost(configure(name, settings)) == cost(lambda: create(name, **settings))
 
 
 def test_swiglu_and_registers_closed_form() -> None:

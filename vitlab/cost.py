@@ -1,29 +1,24 @@
-"""The cost of a model: multiply-adds of one image, and the memory that training keeps of it, measured on the model.
+"""The cost of a model: its parameters, the operations of one image, and the memory that training keeps of it.
 
-The model is built and run on fake tensors, which have shapes but no storage. Every convolution, matrix product and
-attention is counted as two operations per multiply-add, and the bytes of every tensor that autograd saves for the
-backward pass are summed. The count thus covers any model, and takes a second even where the weights exceed the memory.
+`cost` counts them on the model itself. The closed forms give the same numbers at once, without torch, for tables of
+many models.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from typing import TYPE_CHECKING
 
 from vitlab.errors import UserError
-from vitlab.models.config import ModelConfig, ResNetConfig, Size, StemConfig
-from vitlab.models.resnet import stages
-from vitlab.models.variants import Model, build
+from vitlab.models.config import GROUPS, ModelConfig, ResNetConfig, Size, StemConfig, ViTConfig, stages
+
+if TYPE_CHECKING:
+    from vitlab.models.variants import Model
 
 BACKWARD = 2  # a backward pass costs two forward ones: gradients of the inputs and of the weights
 STATE = 16  # bytes a parameter takes: itself, its gradient and Adam's two moments, in float32
-BATCH = 65_537  # images; a prime that divides the bytes of those tensors, and only those, that grow with the batch
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # missing in torch's table of formulas
+BF16, F32, CHOICE = 2, 4, 8  # bytes of a number, and of the place of a maximum
+STATISTICS = 2 * GROUPS * F32  # of a group norm: mean and deviation of each group
 
 
 @dataclass(frozen=True)
@@ -56,31 +51,48 @@ def days(flops: float, tflops: float) -> float:
     return flops / (tflops * 1e12) / 86_400
 
 
-def cost(make: Callable[[], Model]) -> Cost:
-    """Measure the model that `make` builds; neither building nor running it takes storage."""
-    with FakeTensorMode():
-        model = make()
-        for module in model.modules():
-            if isinstance(module, nn.GroupNorm):  # a GPU's autocast computes these in float32, a CPU's does not
-                module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
-        with FlopCounter() as counter:
-            saved = saved_bytes(model)
-    # the others are weights and their casts
-    activations = sum(size for size in saved if size % BATCH == 0)
-    parameters = sum(p.numel() for p in model.parameters())
-    return Cost(parameters, model.config.length, counter.flops // BATCH, activations // BATCH)
+def cost(make: Callable[[], "Model"]) -> Cost:
+    """Count on the model that `make` builds, whatever it is; neither building nor running it takes storage."""
+    from vitlab.counting import count  # imports torch
+
+    return Cost(*count(make))
+
+
+def count_cost(config: ModelConfig) -> Cost:
+    from vitlab.models.variants import build  # imports torch
+
+    return cost(lambda: build(config))
 
 
 # ---- the same in closed form, for tables of many models
 
 
+def quick_cost(config: ModelConfig) -> Cost:
+    """The cost of a model at once, by the formulas of the layers; rarer kinds of models are counted as above."""
+    if not is_plain(config):
+        return count_cost(config)
+    return Cost(parameters(config), config.length, forward_flops(config), activation_bytes(config))
+
+
+def is_plain(config: ModelConfig) -> bool:
+    """Whether a model is a ResNet, or a transformer as a name alone makes it, of any shape."""
+    if isinstance(config, ResNetConfig):
+        return True
+    c = config
+    return c == ViTConfig(c.image_size, c.patch, c.depth, c.width, c.mlp, c.heads, c.classes, c.stem)
+
+
+# ---- operations
+
+
+@functools.cache
 def forward_flops(config: ModelConfig) -> int:
     """Operations of one image, at once, by the formulas of the layers; rarer kinds of models are counted as above."""
     if isinstance(config, ResNetConfig):
         return convolution_flops(config, config.image_size) + 2 * config.channels * config.classes
     c, rows = config, config.grid[0] * config.grid[1]
     if c.attention == "axial" or c.positions == "relative" or c.pool == "attention":
-        return cost(lambda: build(c)).forward_flops
+        return count_cost(c).forward_flops
     stem = 0 if c.stem is None else convolution_flops(c.stem, c.image_size)
     embed = 2 * rows * (3 if c.stem is None else c.stem.channels) * c.patch**2 * c.width
     mlp = (3 if c.mlp_kind == "swiglu" else 2) * c.width * c.mlp
@@ -90,17 +102,38 @@ def forward_flops(config: ModelConfig) -> int:
     return stem + embed + c.depth * block + head
 
 
-def convolution_flops(config: ResNetConfig | StemConfig, size: Size) -> int:
-    """Operations of a ResNet's root and stages; every stride of 2 rounds up."""
-    h, w = halve(size)
-    flops = 2 * h * w * 3 * 49 * config.width  # the root: 7x7
-    h, w = halve((h, w))
+@dataclass(frozen=True)
+class Unit:
+    """A bottleneck of a ResNet: its channels, and the sides of its input and output."""
+
+    cin: int
+    mid: int
+    stride: int
+    before: Size
+    after: Size
+
+    @property
+    def is_projected(self) -> bool:
+        """Whether its shortcut is a convolution."""
+        return self.stride == 2 or self.cin != 4 * self.mid
+
+
+def units(config: ResNetConfig | StemConfig, size: Size) -> Iterator[Unit]:
+    """The units after the root and its pooling, which halve the image twice; every stride of 2 rounds up."""
+    size = halve(halve(size))
     for stage in stages(config):
         for cin, mid, stride in stage:
-            flops += 2 * h * w * cin * mid
-            h, w = halve((h, w)) if stride == 2 else (h, w)
-            flops += 2 * h * w * (9 * mid * mid + mid * 4 * mid)
-            flops += 2 * h * w * cin * 4 * mid if stride == 2 or cin != 4 * mid else 0  # the projected shortcut
+            after = halve(size) if stride == 2 else size
+            yield Unit(cin, mid, stride, size, after)
+            size = after
+
+
+def convolution_flops(config: ResNetConfig | StemConfig, size: Size) -> int:
+    """Operations of a ResNet's root, 7x7, and its units."""
+    flops = 2 * area(halve(size)) * 3 * 49 * config.width
+    for u in units(config, size):
+        flops += 2 * area(u.before) * u.cin * u.mid
+        flops += 2 * area(u.after) * (9 * u.mid**2 + u.mid * 4 * u.mid + (u.cin * 4 * u.mid if u.is_projected else 0))
     return flops
 
 
@@ -108,44 +141,89 @@ def halve(size: Size) -> Size:
     return -(-size[0] // 2), -(-size[1] // 2)
 
 
-# ---- counting
+def area(size: Size, margin: int = 0) -> int:
+    return (size[0] + margin) * (size[1] + margin)
 
 
-class FlopCounter(TorchDispatchMode):
-    """Sum the operations; torch's FlopCounterMode also attributes them to modules, which takes twice as long."""
-
-    flops = 0
-
-    def __init__(self) -> None:
-        from torch.utils.flop_counter import flop_registry  # imports triton, if there is one
-
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.formulas = flop_registry
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out, name = func(*args, **(kwargs or {})), func._overloadpacket
-        if name is FLASH:
-            self.flops += attention_flops(*(x.shape for x in args[:3]))
-        elif name in self.formulas:
-            self.flops += self.formulas[name](*args, **(kwargs or {}), out_val=out)
-        return out
+# ---- parameters of plain models
 
 
-def attention_flops(q: torch.Size, k: torch.Size, v: torch.Size) -> int:
-    b, h, n, width = q
-    return 2 * b * h * n * k[2] * (width + v[3])  # q k^T, then weights times v
+def parameters(config: ModelConfig) -> int:
+    if isinstance(config, ResNetConfig):
+        head = (config.channels + 1) * config.classes
+        return convolution_weights(config, config.image_size) + 2 * config.channels + head
+    c = config
+    stem = 0 if c.stem is None else convolution_weights(c.stem, c.image_size)
+    embed = ((3 if c.stem is None else c.stem.channels) * c.patch**2 + 1) * c.width
+    attention = (3 * c.width + c.width) * (c.width + 1)  # qkv and out, with biases
+    mlp = c.mlp * (c.width + 1) + c.width * (c.mlp + 1)
+    norm, tables = 2 * c.width, (1 + c.length) * c.width  # the class token and positions
+    return stem + embed + tables + c.depth * (2 * norm + attention + mlp) + norm + (c.width + 1) * c.classes
 
 
-def saved_bytes(model: Model) -> list[int]:
-    """Run `BATCH` images and return the bytes of each tensor that autograd saves for the backward pass."""
-    saved: dict[int, Tensor] = {}  # by storage; the tensors are held, so that no address is reused
+def convolution_weights(config: ResNetConfig | StemConfig, size: Size) -> int:
+    """Parameters of a ResNet's root and units: convolutions without biases, norms with two numbers a channel.
 
-    def save(x: Tensor) -> Tensor:
-        return saved.setdefault(x.untyped_storage()._cdata, x)
+    A stem has its norms after the convolutions, the projected shortcut's too, and BiT before them.
+    """
+    is_stem = isinstance(config, StemConfig)
+    weights = 3 * 49 * config.width + (2 * config.width if is_stem else 0)
+    for u in units(config, size):
+        norms = 2 * u.mid + 4 * u.mid * (1 + u.is_projected) if is_stem else u.cin + 2 * u.mid
+        shortcut = u.cin * 4 * u.mid if u.is_projected else 0
+        weights += u.cin * u.mid + 9 * u.mid**2 + 4 * u.mid**2 + shortcut + 2 * norms
+    return weights
 
-    images = torch.empty(BATCH, 3, *model.config.image_size)
-    with torch.autocast("cpu", torch.bfloat16), saved_tensors_hooks(save, lambda x: x):
-        model(images)
-    return [x.untyped_storage().nbytes() for x in saved.values()]
+
+# ---- activations of plain models: bytes that autograd keeps of an image in mixed bf16
+
+
+def activation_bytes(config: ModelConfig) -> int:
+    if isinstance(config, ResNetConfig):
+        size, channels = config.image_size, config.channels
+        end = area(config.grid) * channels * 2 * F32 + STATISTICS  # norm and ReLU
+        head = channels * BF16 if config.classes else 0
+        return root_bytes(config, size) + sum(map(bit_bytes, units(config, size))) + end + head
+    c, tokens = config, config.length
+    norm = tokens * (c.width * F32 + 2 * F32)  # its input, mean and deviation
+    attention = tokens * (c.width * BF16 * (1 + 3 + 1) + c.heads * F32)  # input, q k v, output; log-sums
+    mlp = tokens * (c.width + 2 * c.mlp) * BF16  # input, and the hidden layer before and after GELU
+    head = c.width * BF16 if c.classes else 0
+    first = 3 * area(c.image_size) * BF16  # the image, cast
+    if c.stem is not None:
+        first = root_bytes(c.stem, c.image_size) + sum(map(stem_bytes, units(c.stem, c.image_size)))
+        first += area(c.grid) * c.patch**2 * c.stem.channels * BF16  # its map, cast
+    return first + c.depth * (2 * norm + attention + mlp) + norm + head
+
+
+def root_bytes(config: ResNetConfig | StemConfig, size: Size) -> int:
+    """The image, cast, and what pooling keeps: its input with margins and its choices; a stem's norm and ReLU too.
+
+    A stem pads the image, by as much as its 7x7 windows of stride 2 reach over.
+    """
+    half, is_stem = halve(size), isinstance(config, StemConfig)
+    image = same_area(size, 7, 2) if is_stem else area(size)
+    pooled = (same_area(half, 3, 2) * F32 + 2 * area(half) * F32) if is_stem else area(half, 2) * BF16
+    choices = area(halve(half)) * CHOICE
+    return 3 * image * BF16 + (pooled + choices) * config.width + (STATISTICS if is_stem else 0)
+
+
+def bit_bytes(u: Unit) -> int:
+    """Three times a norm's input and the ReLU after it in float32, and the cast of that, once for each convolution."""
+    first = u.cin * (2 * F32 + BF16 * (1 + u.is_projected))
+    inner = u.mid * (2 * F32 + BF16)
+    return area(u.before) * (first + inner) + area(u.after) * inner + 3 * STATISTICS
+
+
+def stem_bytes(u: Unit) -> int:
+    """The input, cast for each convolution that has it; then norms' inputs, ReLUs and casts; the last ReLU."""
+    first = u.cin * BF16 * (1 + u.is_projected) + u.mid * 2 * F32
+    padded = same_area(u.before, 3, u.stride) * u.mid * BF16
+    rest = u.mid * (2 * F32 + BF16) + 4 * u.mid * F32 * (2 + u.is_projected)
+    return area(u.before) * first + padded + area(u.after) * rest + (3 + u.is_projected) * STATISTICS
+
+
+def same_area(size: Size, window: int, stride: int) -> int:
+    """Cells of a map with "SAME" padding."""
+    height, width = (max(side, (-(-side // stride) - 1) * stride + window) for side in size)
+    return height * width

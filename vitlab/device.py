@@ -64,6 +64,17 @@ def send(array: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+QUEUED = 10  # steps that may wait in the device's queue where speed is measured: a queue of work is not work done
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
 @contextmanager
 def sound_kernels(device: torch.device, *tokens: int) -> Iterator[None]:
     """Without two kernels of cuDNN: its attention where the gradient is wrong, and convolutions that do not repeat.

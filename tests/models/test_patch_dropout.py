@@ -11,7 +11,7 @@ import vitlab
 from vitlab.cost import cost, forward_flops
 from vitlab.errors import UserError
 from vitlab.models.config import ViTConfig
-from vitlab.models.variants import configure
+from vitlab.models.names import configure
 from vitlab.models.vit import Block, ViT
 from vitlab.training.masked import MaskedPatches
 
@@ -168,7 +168,7 @@ def test_what_needs_the_grid_is_refused(name: str) -> None:
 
 def test_masked_patches_are_refused() -> None:
     with pytest.raises(UserError, match=r"^masked patch prediction .* set patch_dropout=0$"):
-        MaskedPatches(ViT(ViTConfig(**BASE, patch_dropout=RATE)))
+        MaskedPatches(ViT(ViTConfig(**BASE, patch_dropout=RATE)), 512)
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0])

@@ -11,9 +11,9 @@ from torch import Tensor
 import vitlab
 from vitlab.errors import UserError
 from vitlab.models.config import ModelConfig, ResNetConfig, ViTConfig
+from vitlab.models.names import configure
 from vitlab.models.positions import stretch, stretch_matrix
 from vitlab.models.shown import show
-from vitlab.models.variants import configure
 
 Fill = Callable[..., Any]
 FULL, SMALL = (32, 48), (24, 32)

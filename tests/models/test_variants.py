@@ -9,7 +9,8 @@ import vitlab
 from vitlab.errors import UserError
 from vitlab.models.config import StemConfig, ViTConfig
 from vitlab.models.meta import Uninitialized
-from vitlab.models.variants import LISTED, SIZES, STAGES, Model, configure, name_of
+from vitlab.models.names import LISTED, SIZES, STAGES, configure, name_of
+from vitlab.models.variants import Model
 
 # At 224 px with 1000 classes. ViT and hybrids: the published counts. ResNets: see `resnet_parameters`.
 COUNTS = {

@@ -10,9 +10,9 @@ import torch
 from peers import agree, head_of, images, randomize, table_of, vit_config
 from scipy.ndimage import zoom
 
-import vitlab
 from vitlab.errors import UserError
 from vitlab.models.config import StemConfig, ViTConfig
+from vitlab.models.names import configure
 from vitlab.models.variants import build
 from vitlab.weights import convert, load, save
 from vitlab.weights.formats.google import check_expressible
@@ -218,7 +218,7 @@ def test_positions_are_resampled_as_the_authors_do(size: tuple[int, int], tmp_pa
 def test_hybrid_and_bit_by_name_have_the_authors_math() -> None:
     """What `create` builds can be written in the authors' format, if it has their GELU."""
     for name in ("R50+B/16", "R26+S/32", "R+Ti/16"):
-        check_expressible(vitlab.models.variants.configure(name, {"gelu": "tanh"}))
+        check_expressible(configure(name, {"gelu": "tanh"}))
         with pytest.raises(UserError, match="gelu"):
-            check_expressible(vitlab.models.variants.configure(name, {"gelu": "exact"}))
-    check_expressible(vitlab.models.variants.configure("R50x1", {}))
+            check_expressible(configure(name, {"gelu": "exact"}))
+    check_expressible(configure("R50x1", {}))

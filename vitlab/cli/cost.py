@@ -30,15 +30,15 @@ def cost(
 
     A multiply-add counts as two; training an image costs three forward passes. Memory is for mixed bf16 with Adam.
     """
-    from vitlab.cost import cost, days
-    from vitlab.models.variants import create, create_keys
+    from vitlab.cost import days, quick_cost
+    from vitlab.models.names import configure, create_keys
     from vitlab.settings import parse_settings
 
     count = parse_size(images, "--images")
     if epochs <= 0:
         raise UserError(f"--epochs must be positive, not {epochs:g}")
     options = parse_settings(settings or [], create_keys())
-    c = cost(lambda: create(model, **options))
+    c = quick_cost(configure(model, options))
     flops = c.run_flops(count, epochs)
     rows = [
         ("parameters", f"{c.parameters:,}"),

@@ -1,6 +1,5 @@
 """`vitlab models`: the models and their sizes."""
 
-from functools import partial
 from typing import Annotated
 
 from rich.table import Table
@@ -16,17 +15,15 @@ def models(
     image_size: Annotated[int, Option(help="Side of the image in pixels.")] = 224,
 ) -> None:
     """List models with parameters, FLOPs, sequence length and the training memory per image."""
-    from rich.live import Live
-
-    from vitlab.cost import cost
-    from vitlab.models.variants import LISTED, build, configure
+    from vitlab.cost import quick_cost
+    from vitlab.models.names import LISTED, configure
 
     configs = {name: configure(name, {"image_size": image_size}) for name in names or LISTED}
     columns = numbers("parameters", "GFLOPs, forward", "tokens", "MB per image")
     caption = "Memory: activations of one image kept for the backward pass, in mixed bf16."
     table = Table("model", *columns, caption=caption)
-    with Live(table, console=console):
-        for name, config in configs.items():
-            c = cost(partial(build, config))
-            gflops, megabytes = c.forward_flops / 1e9, c.activation_bytes / 1e6
-            table.add_row(name, f"{c.parameters:,}", f"{gflops:.2f}", f"{c.length}", f"{megabytes:.1f}")
+    for name, config in configs.items():
+        c = quick_cost(config)
+        gflops, megabytes = c.forward_flops / 1e9, c.activation_bytes / 1e6
+        table.add_row(name, f"{c.parameters:,}", f"{gflops:.2f}", f"{c.length}", f"{megabytes:.1f}")
+    console.print(table)

@@ -13,6 +13,7 @@ Ints = NDArray[np.int64]
 
 # the purposes
 ORDER, SHARDS, HOLDOUT, SUBSET, CROP, FLIP, LAYERS, MIXUP, CUTMIX, SAMPLES, BATCHES, VALIDATION, BALANCE = range(1, 14)
+CORRUPT = 40  # with the corruption's own numbers after it
 
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
 FIRST, SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)

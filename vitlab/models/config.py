@@ -1,5 +1,6 @@
 """What a model is, as data: frozen dataclasses whose values are checked once. Nothing here imports torch."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -29,6 +30,7 @@ LARGEST_SIDE = 8192  # of the model's input, in pixels
 MOST_ANGLES = 1 << 22  # of rotary positions, which no file holds: a config alone must not fill the memory
 MOST_OFFSETS = 1 << 27  # pairs of tokens in all layers of relative positions, for the same reason
 MOST_LAYERS, MOST_WIDTH, MOST_CLASSES, MOST_REGISTERS = 1000, 1 << 16, 1_000_000, 1024
+GROUPS = 32  # of a ResNet's group norms
 ROTARY_LAYOUT, ROTARY_BASE = "pairs", 1e4  # where there are no rotary positions
 RATES = ("dropout", "drop_path", "patch_dropout")  # settings of training alone, which any weights can have
 
@@ -271,6 +273,15 @@ class ResNetConfig:
 ModelConfig = ViTConfig | ResNetConfig
 
 
+def stages(c: StemConfig | ResNetConfig) -> Iterator[list[tuple[int, int, int]]]:
+    """Per stage, the (input channels, inner channels, stride) of its units; all stages but the first halve the map."""
+    cin = c.width
+    for i, units in enumerate(c.stages):
+        mid = c.width * 2**i
+        yield [(cin, mid, 1 if i == 0 else 2)] + [(4 * mid, mid, 1)] * (units - 1)
+        cin = 4 * mid
+
+
 @dataclass(frozen=True)
 class Preprocess:
     """How a photo becomes the model's input; it travels with the weights."""
@@ -316,5 +327,5 @@ def check_stages(config: StemConfig | ResNetConfig) -> None:
         raise UserError(f"every stage needs at least one unit, not {config.stages}")
     if len(config.stages) > 10 or sum(config.stages) > MOST_LAYERS:
         raise UserError(f"a ResNet has at most 10 stages and {MOST_LAYERS} units")
-    if config.width < 1 or config.width % 32:
-        raise UserError(f"a ResNet's width must be a multiple of its 32 norm groups, not {config.width}")
+    if config.width < 1 or config.width % GROUPS:
+        raise UserError(f"a ResNet's width must be a multiple of its {GROUPS} norm groups, not {config.width}")

@@ -193,3 +193,13 @@ def make_positions(c: ViTConfig) -> Table | Axes | None:
     if c.positions in ("1d", "sinusoidal", "sincos2d"):
         return Table(c)
     return Axes(c) if c.positions == "2d" else None
+
+
+def renew_positions(model: nn.Module) -> None:
+    """Draw a model's learned positions anew, in place, all rows; raises UserError for a model that has none."""
+    tables = [module for module in model.modules() if isinstance(module, Table | Axes | Relative)]
+    learned = [table for module in tables for table in module.parameters()]
+    if not learned:
+        raise UserError("this model learns no positions that could be drawn anew; leave new_positions")
+    for table in learned:
+        nn.init.normal_(table, std=INIT)

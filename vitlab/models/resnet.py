@@ -8,7 +8,6 @@ Shapes: B batch, C channels, h and w cells down and across.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Self
 
 import torch
@@ -17,11 +16,9 @@ from torch import Tensor, nn
 
 from vitlab.models.base import ImageModel
 from vitlab.models.card import Card
-from vitlab.models.config import ResNetConfig, Size, StemConfig, as_size
+from vitlab.models.config import GROUPS, ResNetConfig, Size, StemConfig, as_size, stages
 from vitlab.models.images import check_images
 from vitlab.models.positions import Resample, check_mode
-
-GROUPS = 32
 
 
 class StdConv(nn.Conv2d):
@@ -60,15 +57,6 @@ def same_pad(x: Tensor, size: int, stride: int) -> Tensor:
 
 def group_norm(c: StemConfig | ResNetConfig, channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(GROUPS, channels, c.norm_eps)
-
-
-def stages(c: StemConfig | ResNetConfig) -> Iterator[list[tuple[int, int, int]]]:
-    """Per stage, the (input channels, inner channels, stride) of its units; all stages but the first halve the map."""
-    cin = c.width
-    for i, units in enumerate(c.stages):
-        mid = c.width * 2**i
-        yield [(cin, mid, 1 if i == 0 else 2)] + [(4 * mid, mid, 1)] * (units - 1)
-        cin = 4 * mid
 
 
 # ---- BiT

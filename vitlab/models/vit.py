@@ -235,13 +235,16 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, rotary: Turn | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values, (B, H, N, K), and the position logits, (B, H, N, N); leading axes join B."""
-        length, width = x.shape[-2:]
-        qkv = self.qkv(x)
-        qkv = qkv if self.qv_bias is None else qkv + self.padded_bias().to(qkv.dtype)
-        q, k, v = qkv.reshape(-1, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = self.pack(x).permute(2, 0, 3, 1, 4).unbind(0)
         q, k = turn(self.q_norm(q), self.k_norm(k), rotary)
         bias = None if self.relative is None else self.relative(q) / math.sqrt(q.shape[-1])
         return q, k, v, bias
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Queries, keys and values as one tensor, (B, N, 3, H, K)."""
+        qkv = self.qkv(x)
+        qkv = qkv if self.qv_bias is None else qkv + self.padded_bias().to(qkv.dtype)
+        return qkv.reshape(-1, x.shape[-2], 3, self.heads, x.shape[-1] // self.heads)
 
     def padded_bias(self) -> Tensor:
         """The biases of queries and values, with zeros for the keys between them."""

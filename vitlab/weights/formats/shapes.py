@@ -13,7 +13,7 @@ import torch
 from vitlab.errors import UserError
 from vitlab.models.card import Card
 from vitlab.models.config import Pool, PositionKind, ResNetConfig, Size, Standardize, StemConfig, ViTConfig, as_size
-from vitlab.models.variants import SIZES
+from vitlab.models.names import SIZES
 from vitlab.weights.formats.base import OWN, ROTARY, FormatDefaults, ParsedCheckpoint, RawCheckpoint
 from vitlab.weights.formats.table import Row, check_names, expand, quote_names
 from vitlab.weights.tensors import Shape

@@ -1,0 +1,88 @@
+"""A copy of a model in bfloat16 that computes, while the model itself stays in float32 for the optimizer.
+
+Mixed precision casts every weight in every pass, and keeps the tokens between blocks in float32, since the positions
+added first are. The copy is cast once a step, and its tokens are bfloat16 throughout: half of the memory traffic of
+norms, residuals and dropout. Each product sees the weights it sees in mixed precision, and norms compute in float32
+with the very parameters of the model; what is new is that the sums of tokens and branches are rounded to bfloat16.
+
+Checkpoints, averages and evaluation know the model alone: the copy is a function of it, except for the scales of
+products in 8 bits, which are part of a checkpoint.
+"""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from vitlab.kernels.fp8 import update_maxima, use_float8
+from vitlab.models.resnet import StdConv
+from vitlab.models.rotary import Rotary
+
+# Their parameters stay, in float32: what they compute is computed in float32 in mixed precision too.
+KEPT = (nn.LayerNorm, nn.GroupNorm, StdConv, Rotary)
+
+
+class WorkingCopy:
+    """`module` computes; the parameters that both share have their gradients in place, the others' are moved.
+
+    With `float8`, the products of its MLPs are in 8 bits.
+    """
+
+    def __init__(self, core: nn.Module, *, float8: bool = False) -> None:
+        kept = [p for part in core.modules() if isinstance(part, KEPT) for p in part.parameters(recurse=False)]
+        self.module = copy.deepcopy(core, {id(p): p for p in kept})  # what a memo has is not copied
+        for part in self.module.modules():
+            if not isinstance(part, KEPT):
+                cast_tensors(part)
+        both = zip(core.parameters(), self.module.parameters(), strict=True)
+        trained = [(own, cast) for own, cast in both if own is not cast and own.requires_grad]
+        self.own: list[Tensor] = [own for own, _ in trained]
+        self.cast: list[Tensor] = [cast for _, cast in trained]
+        self.float8 = use_float8(self.module) if float8 else {}
+
+    def scales(self) -> dict[str, Tensor]:
+        """The state of its own that the copy has, by the names of layers."""
+        return {name: layer.maxima for name, layer in self.float8.items()}
+
+    def follow(self, passes: int) -> None:
+        """After a step of the optimizer, which had gradients of so many passes."""
+        update_maxima(self.float8.values(), passes)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Round the model's weights, which have changed."""
+        torch._foreach_copy_(self.cast, self.own)
+
+    @torch.no_grad()
+    def move_gradients(self) -> None:
+        """Add the copy's gradients to the model's, in float32; the copy keeps none."""
+        new: list[Tensor] = []
+        first: list[Tensor] = []
+        total: list[Tensor] = []
+        later: list[Tensor] = []
+        for own, cast in zip(self.own, self.cast, strict=True):
+            if cast.grad is None:
+                continue
+            if own.grad is None:
+                own.grad = torch.empty_like(own)
+                new.append(own.grad)
+                first.append(cast.grad)
+            else:
+                total.append(own.grad)
+                later.append(cast.grad)
+            cast.grad = None
+        if first:
+            torch._foreach_copy_(new, first)
+        if later:
+            torch._foreach_add_(total, later)
+
+
+def cast_tensors(part: nn.Module) -> None:
+    """Round a module's own parameters and tables, not those of the modules inside it."""
+    for name, parameter in list(part.named_parameters(recurse=False)):
+        rounded = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=parameter.requires_grad)
+        setattr(part, name, rounded)
+    for name, buffer in list(part.named_buffers(recurse=False)):
+        if buffer.is_floating_point():
+            setattr(part, name, buffer.to(torch.bfloat16))
