@@ -25,9 +25,9 @@ from torch import Tensor, nn
 import vitlab
 from vitlab.errors import UserError
 from vitlab.export import ExportResult, compare, export
-from vitlab.export import onnx as onnx_file
-from vitlab.export.graph import Half, any_size, resample_grid, traceable
 from vitlab.export.images import open_images
+from vitlab.inference import onnx_file
+from vitlab.inference.traced import Half, any_size, resample_grid, traceable
 from vitlab.models.config import Preprocess, ResNetConfig, StemConfig, ViTConfig
 from vitlab.models.variants import Model, build
 from vitlab.prediction import Classifier

@@ -15,7 +15,6 @@ from scipy.stats import norm
 from torch import Tensor, nn
 
 import vitlab
-from vitlab.export.graph import traceable
 from vitlab.export.qdq import quantize_layers
 from vitlab.export.quantize import (
     Scale,
@@ -29,6 +28,7 @@ from vitlab.export.quantize import (
     rank_layers,
     record_ranges,
 )
+from vitlab.inference.traced import traceable
 from vitlab.models.config import Preprocess
 from vitlab.models.vit import Block, ViT
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from vitlab.data.transforms import normalize
 from vitlab.errors import UserError
 from vitlab.export.images import ImageSet
-from vitlab.export.onnx import Runner, stride_of
+from vitlab.inference.onnx_file import Runner, stride_of
 from vitlab.models.config import Preprocess, Size
 from vitlab.models.variants import Model
 from vitlab.terminal import track

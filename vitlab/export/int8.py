@@ -10,11 +10,11 @@ from torch import Tensor
 
 from vitlab.errors import UserError
 from vitlab.export.compare import SPEED_BATCH, Comparison, agreement, compare, compute_logits, seconds_per_image
-from vitlab.export.graph import any_size, export_module, traceable
 from vitlab.export.images import ImageSet
-from vitlab.export.onnx import OnnxFile, to_proto
 from vitlab.export.qdq import quantize_layers
 from vitlab.export.quantize import calibrate, count_float_layers, dense_layers, margin_changes, rank_layers
+from vitlab.inference.onnx_file import OnnxFile, to_proto
+from vitlab.inference.traced import any_size, export_module, traceable
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
 

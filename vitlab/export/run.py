@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from vitlab.errors import UserError
-from vitlab.export import onnx
 from vitlab.export.compare import Comparison, compare
-from vitlab.export.graph import export_module
 from vitlab.export.images import open_images
 from vitlab.export.int8 import Int8Request, Int8Result, megabytes, write_int8
+from vitlab.inference import onnx_file as onnx
+from vitlab.inference.traced import export_module
 from vitlab.models.variants import Model
 from vitlab.weights import load
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from vitlab.data.python_images import is_path, name_of, to_image
 from vitlab.data.thumbnails import file_thumbnail, thumbnail
 from vitlab.data.transforms import eval_pixels, normalize
-from vitlab.device import has_bf16, pick_device
+from vitlab.device import pick_device
 from vitlab.errors import UserError
 from vitlab.html import bar_table, data_url, picture_card
+from vitlab.inference.engine import Engine
 from vitlab.models.config import Preprocess
 from vitlab.models.unknown import Unknown
 from vitlab.models.variants import Model
@@ -121,6 +122,7 @@ class Classifier:
     """
 
     model: Model
+    engine: Engine
     preprocess: Preprocess
     device: torch.device
     labels: tuple[str, ...]
@@ -140,6 +142,7 @@ class Classifier:
             )
         self.device = pick_device(device)
         self.model = loaded.float().eval().to(self.device)
+        self.engine = Engine(self.model, "features", self.device)
         self.preprocess = loaded.card.preprocess
         self.labels = loaded.labels
         limits = loaded.card.thresholds
@@ -175,9 +178,9 @@ class Classifier:
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits (b, K) and, where the model can refuse, distances (b,), from one pass of bytes (b, 3, h, w)."""
         images = normalize(pixels.to(self.device, non_blocking=True), self.preprocess)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=has_bf16(self.device)):
-            features = self.model.features(images)
-            assert self.model.head is not None  # checked at the start
+        features = self.engine(images)
+        assert self.model.head is not None  # checked at the start
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.engine.half):
             logits = self.model.head(features)
         distances = None if self.unknown is None else self.unknown.distances(features).cpu()
         return logits.float().cpu(), distances

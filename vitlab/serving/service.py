@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vitlab.data.samples import Sample
 from vitlab.errors import UserError
+from vitlab.inference.engine import buckets
 from vitlab.prediction import Classifier
 from vitlab.prediction.classifier import Scores
 from vitlab.serving.batcher import Batcher, BatcherClosed, QueueFull
@@ -75,6 +76,7 @@ class Service:
 
     async def warm_up(self) -> None:
         """Run one request of each kind, so that the first client does not wait for what torch sets up."""
+        self.classifier.engine.warm_up(buckets(self.batcher.max_batch))
         await asyncio.to_thread(self.decoders.start)
         blank = torch.zeros(3, *self.classifier.model.config.image_size, dtype=torch.uint8)
         await asyncio.wrap_future(self.batcher.submit(blank))

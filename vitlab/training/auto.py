@@ -19,7 +19,8 @@ from vitlab.data.source import Data, ImageSource
 from vitlab.data.summary import class_warnings, image_warnings, summarize
 from vitlab.device import peak_flops, pick_device
 from vitlab.models.config import Preprocess, Size
-from vitlab.models.variants import Model, build, create, name_of
+from vitlab.models.names import name_of
+from vitlab.models.variants import Model, build, create
 from vitlab.text import counted, duration
 from vitlab.training.first_weights import find_weights
 from vitlab.training.recipe import Recipe, change, count_steps, evaluations, override

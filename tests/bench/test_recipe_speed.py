@@ -4,7 +4,7 @@ import dataclasses
 
 from timing import measure_until
 
-from vitlab.training.bench import Speeds, bench
+from vitlab.bench.recipe import Speeds, bench
 from vitlab.training.recipe import override
 from vitlab.training.recipes import find
 

@@ -15,16 +15,14 @@ from pathlib import Path
 
 import torch
 
-from vitlab.cost import cost
-from vitlab.device import cpu_threads, peak_flops, sound_kernels
-from vitlab.models.variants import build
+from vitlab.cost import quick_cost
+from vitlab.device import QUEUED, cpu_threads, peak_flops, sound_kernels, synchronize
 from vitlab.training.parallel import process_group
 from vitlab.training.recipe import Recipe, is_settled, settle
 from vitlab.training.setup import prepare_run, training_lengths
 from vitlab.training.trainer import Trainer
 
 WARM_UP = 3  # calls before the clock starts: compiling, first files
-QUEUED = 10  # steps that may wait in the device's queue
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def measure_speeds(trainer: Trainer, seconds: float) -> Speeds:
     loader = batch * calls_per_second(load, seconds, device)
     trainer.batches = itertools.cycle(in_memory)  # the loader's workers end: they would compete with the step
     alone = batch * calls_per_second(step, seconds, device)
-    flops = cost(lambda: build(trainer.setup.config)).train_flops
+    flops = quick_cost(trainer.setup.config).train_flops
     used = alone * flops / peak / trainer.cluster.world if (peak := peak_flops(device)) is not None else None
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return Speeds(loader, alone, both, used, memory, trainer.micro, trainer.loader.workers, trainer.loader.resident)
@@ -102,11 +100,6 @@ def calls_per_second(act: Callable[[], None], seconds: float, device: torch.devi
         act()
         done += 1
         if done % QUEUED == 0:
-            synchronize(device)  # a queue of work is not work done
+            synchronize(device)
     synchronize(device)
     return done / (time.perf_counter() - began)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
