@@ -3,7 +3,10 @@
 import io
 import os
 import resource
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -17,6 +20,7 @@ from pictures import encoded, picture, write_folder
 from PIL import Image
 from timing import assert_below, seconds
 
+import vitlab
 from vitlab.data import folder
 from vitlab.data.av1 import largest_frame
 from vitlab.data.decoder import DecodeError, decode_bytes
@@ -214,6 +218,15 @@ def test_killing_ends_the_work_at_once() -> None:
     box.kill()
     assert seconds(lambda: thread.join(30)) < 6
     assert faults == ["decoding it was stopped"]
+
+
+def test_a_clone_that_is_not_installed_starts_processes_of_its_own(tmp_path: Path) -> None:
+    shutil.copytree(Path(vitlab.__file__).parent, tmp_path / "vitlab", ignore=shutil.ignore_patterns("__pycache__"))
+    inner = "from vitlab.data import sandbox; print(sandbox.__file__)"
+    code = f"from vitlab.data.sandbox import python_command as run; import subprocess; subprocess.run(run({inner!r}))"
+    usual = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=usual, capture_output=True, text=True)
+    assert done.stdout.strip() == str(tmp_path / "vitlab" / "data" / "sandbox.py"), done.stderr
 
 
 def test_a_long_thin_picture_is_not_enlarged() -> None:

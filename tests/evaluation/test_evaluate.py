@@ -369,7 +369,7 @@ def test_the_share_that_a_run_held_out(run: Path, tmp_path: Path) -> None:
     """The command reads the run's recipe, so that it tests on no image that the run was trained on."""
     from vitlab.cli.evaluate import find_holdout
     from vitlab.models.config import Preprocess
-    from vitlab.models.variants import configure
+    from vitlab.models.names import configure
     from vitlab.settings import to_json as as_json
     from vitlab.training.recipe import Recipe
 

@@ -24,6 +24,7 @@ from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
 from vitlab.evaluation.extract import Features, extract
 from vitlab.evaluation.stretched import Stretched
+from vitlab.inference.engine import PAYS
 from vitlab.models.card import Card
 from vitlab.models.config import Preprocess
 from vitlab.models.variants import Model
@@ -315,7 +316,7 @@ def test_on_a_gpu_eager_and_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyP
     model, source = tiny(), Counted(1000)
     plain = extract(model, source, device="cpu").values
     for seconds in (1e9, 0):
-        monkeypatch.setattr("vitlab.evaluation.extract.COMPILE_SECONDS", seconds)
+        monkeypatch.setitem(PAYS, "cuda", seconds)
         found = extract(model, source, batch=64, device="cuda", keep=tmp_path / str(seconds)).values
         assert np.abs(found - plain).max() < 0.05 * np.abs(plain).max()
         assert next(model.parameters()).device.type == "cpu"

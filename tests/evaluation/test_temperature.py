@@ -17,7 +17,7 @@ from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import evaluate, score
 from vitlab.evaluation.scores import calibration
 from vitlab.evaluation.temperature import fit_temperature
-from vitlab.export.onnx import metadata
+from vitlab.inference.onnx_file import metadata
 from vitlab.models.config import Preprocess
 from vitlab.prediction import Classifier
 

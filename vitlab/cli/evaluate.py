@@ -13,11 +13,12 @@ from vitlab.cli.options import (
     Data,
     Device,
     JsonFile,
-    Run,
+    RunOrGuest,
     Workers,
     check_json_file,
     describe_stop,
     numbers,
+    print_guest,
     print_pairs,
 )
 from vitlab.errors import UserError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from vitlab.evaluation.multi_result import MultiEvaluation
     from vitlab.evaluation.real import RealScore
     from vitlab.evaluation.result import Evaluation
+    from vitlab.evaluation.robustness import Robustness
     from vitlab.evaluation.scores import Rate
 
 SHOWN = 10  # classes and pairs of classes in the terminal; files have all
@@ -38,9 +40,11 @@ SHOWN = 10  # classes and pairs of classes in the terminal; files have all
     "vitlab evaluate runs/digits digits",
     "vitlab evaluate runs/pets photos/ --split all --out scores",
     "vitlab evaluate vit.safetensors imagenet:/data/imagenet --real real.json",
+    "vitlab evaluate vit.safetensors objectnet/ --split all --mapping objectnet_to_imagenet.json",
+    "vitlab evaluate runs/pets photos/ --corrupt fog:3,jpeg",
 )
 def evaluate(
-    run: Run,
+    run: RunOrGuest,
     data: Data,
     split: Annotated[str, Option(help="test, validation or train; all: every image of a set without splits.")] = "test",
     real: Annotated[Path | None, Option(help="ImageNet's ReaL labels, real.json: score by these too.")] = None,
@@ -48,6 +52,16 @@ def evaluate(
         Path | None, Option(help="Names of the model's classes, one per line, in order, instead of its own.")
     ] = None,
     by_position: ByPosition = False,
+    mapping: Annotated[
+        Path | None, Option(help="A JSON file: for each class of the set, the model's class or classes that count.")
+    ] = None,
+    restrict: Annotated[
+        bool, Option("--restrict", help="Choose among the classes of the set alone, as ImageNet-A and -R do.")
+    ] = False,
+    corrupt: Annotated[
+        str | None, Option(help="Score the images under corruptions too: NAME:SEVERITY,... or NAME or all.")
+    ] = None,
+    seed: Annotated[int, Option(min=0, help="Of the random parts of corruptions.")] = 0,
     out: Annotated[Path | None, Option(help="A folder for tables, figures and all predictions.")] = None,
     json: JsonFile = None,
     keep: Annotated[
@@ -65,14 +79,21 @@ def evaluate(
     synset or number. In brackets: 95 % intervals.
     """
     from vitlab.evaluation.classes import read_names
+    from vitlab.evaluation.corrupted import parse_corruptions
     from vitlab.evaluation.evaluate import evaluate, evaluate_sets, open_split
+    from vitlab.evaluation.mapping import read_mapping
     from vitlab.evaluation.real import read_real
-    from vitlab.weights import load
+    from vitlab.evaluation.robustness import evaluate_corrupted, write_sheet
+    from vitlab.models.guest import Guest
+    from vitlab.weights.guests import open_measured
 
     check_json_file(json)
     if out is not None:
         check_folder(out)
-    model = load(run)
+    corruptions = [] if corrupt is None else parse_corruptions(corrupt, seed)
+    mapped = None if mapping is None else read_mapping(mapping)
+    model = open_measured(run)
+    print_guest(model)
     names = None if labels is None else read_names(labels, model.config.classes)
     lists = None if real is None else read_real(real)
     holdout, trained = find_holdout(run, data)
@@ -82,21 +103,34 @@ def evaluate(
         console.remark("note", "the model was trained on most of these images")
     how: dict[str, Any] = {"batch": batch, "workers": workers, "device": device, "keep": keep}
     result: Evaluation | MultiEvaluation
+    about: dict[str, Any] = {"model": run, "data": data, "split": split, "note": note}
+    about |= {"guest": model.title} if isinstance(model, Guest) else {}
+    robust: Robustness | None = None
     with stoppable(describe_stop(keep)):
         if model.card.thresholds is not None or source.label_sets is not None:
-            if lists is not None:
-                raise UserError("ReaL is about models of one class per image, and this one or its set is multi-label")
+            given = {"--real": lists, "--mapping": mapped, "--restrict": restrict or None, "--corrupt": corrupt}
+            for option, value in given.items():
+                if value is not None:
+                    why = "is about models of one class per image, and this one or its set is multi-label"
+                    raise UserError(f"{option} {why}; leave it")
             result = evaluate_sets(model, source, labels=names, by_position=by_position, **how)
             print_set_scores(result)
         else:
-            result = evaluate(model, source, labels=names, by_position=by_position, real=lists, **how)
+            how |= {"labels": names, "by_position": by_position, "mapping": mapped, "restricted": restrict}
+            result = evaluate(model, source, real=lists, **how)
             print_scores(result)
-    about = {"model": run, "data": data, "split": split, "note": note}
+            if corruptions:
+                robust = evaluate_corrupted(model, source, corruptions, **how)
+                print_robustness(robust, result.top1.value)
+                about |= {"corruptions": robust.to_json()}
     if json is not None:
         result.write_json(json, about)
         console.print(f"scores: {json}", soft_wrap=True)
     if out is not None:
         result.write_results(out, about)
+        if robust is not None:
+            robust.write_csv(out / "corruptions.csv")
+            write_sheet(out / "corruptions.png", model, source, corruptions)
         console.print(f"tables, figures and predictions: {out}", soft_wrap=True)
 
 
@@ -157,6 +191,21 @@ def broken_rows(broken: tuple[str, ...]) -> list[tuple[str, str]]:
 
 def percent_text(rate: "Rate") -> str:
     return f"{rate.value:.2%}  ({100 * rate.low:.2f} to {100 * rate.high:.2f})"
+
+
+def print_robustness(robust: "Robustness", clean: float) -> None:
+    """Print top-1 accuracy by corruption and severity, and the means."""
+    rows = robust.by_name
+    shown = sorted({how.severity for how in robust.corruptions})
+    title = f"top-1 accuracy under corruptions, by severity; without any {clean:.2%}"
+    columns = numbers(*map(str, shown), "mean", no_wrap=True)
+    table = Table("corruption", *columns, title=title, title_justify="left")
+    for name, row in rows.items():
+        cells = [f"{row[level]:.1%}" if level in row else "-" for level in shown]
+        table.add_row(name, *cells, f"{sum(row.values()) / len(row):.1%}")
+    table.add_section()
+    table.add_row(f"mean of {len(rows)}", *[""] * len(shown), f"{robust.mean:.2%}", style="bold")
+    console.print(table)
 
 
 def print_real(real: "RealScore") -> None:

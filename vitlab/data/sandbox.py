@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -32,6 +33,7 @@ from vitlab.settings import check_types, from_json, to_json
 LENGTH = struct.Struct("<I")
 MAX_HEADER_BYTES = 1 << 20
 BAND_PIXELS = 1 << 20  # sent at a time
+PACKAGE_FOLDER = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,13 @@ def launch(theirs: socket.socket, budget: Budget, nice: int) -> "subprocess.Pope
 
 
 def python_command(code: str) -> list[str]:
-    """Runs code in an interpreter that finds its modules where this one does, and none in the current folder (-P)."""
+    """Runs code in an interpreter that finds its modules where this one does, and none in the current folder (-P).
+
+    Unless this package itself is there, as in a clone that is not installed: then it must be the same one.
+    """
     paths = [path for path in sys.path if path]
+    if PACKAGE_FOLDER not in paths and "" in sys.path:
+        paths.insert(0, PACKAGE_FOLDER)
     return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {paths!r}; {code}"]
 
 

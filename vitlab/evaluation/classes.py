@@ -1,8 +1,8 @@
-"""Match the classes of a data set to a model's: by name, by ImageNet's synsets, by number; by position if asked."""
+"""Match the classes of a data set to a model's: by name, by ImageNet's synsets, by number; by position or a mapping."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +23,9 @@ class Match:
     """Names of the model's classes, and the index among them of each of the data set's classes."""
 
     names: Names  # (K,) in the model's order
-    place: Ints  # (classes of the data set,)
+    place: Ints  # (classes of the data set,); -1: a mapping leaves the class out
     note: str  # how they were matched, for the reader
+    several: Mapping[int, Ints] = field(default_factory=dict)  # all the indices of a class that has more than one
 
 
 def match_classes(labels: Names | None, count: int, classes: Names, *, by_position: bool = False) -> Match:

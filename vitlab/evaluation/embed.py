@@ -21,8 +21,10 @@ from vitlab.evaluation.extract import ExtractOptions, extract_values, value_widt
 from vitlab.evaluation.feature_file import FeatureInfo, Row, check_replaceable, new_feature_file
 from vitlab.evaluation.piece_cache import feature_key
 from vitlab.html import value_table
-from vitlab.models.variants import Model, name_of
-from vitlab.weights import load
+from vitlab.models.guest import Guest, Measured
+from vitlab.models.names import name_of
+from vitlab.models.variants import Model
+from vitlab.weights.guests import open_measured
 
 ORDER = ("train", "validation", "test")
 PART = 16_384  # images whose features are in memory at a time: 50 MB of a B/16
@@ -38,17 +40,19 @@ class HasModel(Protocol):
     def __fspath__(self) -> str: ...
 
 
-AnyModel = Model | HasModel | str | os.PathLike[str]
+AnyModel = Measured | HasModel | str | os.PathLike[str]
 
 
-def open_model(model: AnyModel) -> tuple[Model, str]:
+def open_model(model: AnyModel) -> tuple[Measured, str]:
     """A model, and what to call it."""
+    if isinstance(model, Guest):
+        return model, f"torchvision:{model.config.name}"
     if isinstance(model, nn.Module):
         return model, name_of(model.config) or type(model).__name__
     if not isinstance(model, str | os.PathLike):
         kind = type(model).__name__
         raise UserError(f"an object of type {kind} is not a model; give a model, a run, or the folder of one")
-    return (model.model if isinstance(model, HasModel) else load(model)), os.fspath(model)
+    return (model.model if isinstance(model, HasModel) else open_measured(model)), os.fspath(model)
 
 
 @dataclass(frozen=True)

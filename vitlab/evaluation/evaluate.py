@@ -15,16 +15,17 @@ from vitlab.data.imagenet import CLASSES
 from vitlab.data.label_sets import make_sets
 from vitlab.data.open import check_split, find_splits, make_data
 from vitlab.data.rng import Ints
-from vitlab.data.source import ImageSource
+from vitlab.data.source import ImageSource, Subset
 from vitlab.errors import UserError
 from vitlab.evaluation.classes import Names, imagenet_order, match_classes
 from vitlab.evaluation.extract import ExtractOptions, extract_values
+from vitlab.evaluation.mapping import ClassMapping, mapped_images, match_mapping, restrict, true_classes
 from vitlab.evaluation.multi_result import MultiEvaluation, score_sets
 from vitlab.evaluation.piece_cache import Values, What
 from vitlab.evaluation.real import Lists, image_numbers, score_real
 from vitlab.evaluation.result import Evaluation
 from vitlab.evaluation.scores import Rate, calibration, calibration_interval, confusion, rate, softmax, top_hits
-from vitlab.models.variants import Model
+from vitlab.models.guest import Measured
 from vitlab.text import listed
 
 SPLITS = ("test", "validation", "train", "all")
@@ -56,48 +57,63 @@ def open_split(spec: str, split: str, holdout: float = 0.2, *, trained: bool = F
 
 
 def evaluate(
-    model: Model,
+    model: Measured,
     source: ImageSource,
     *,
     labels: Names | None = None,
     by_position: bool = False,
+    mapping: ClassMapping | None = None,
+    restricted: bool = False,
     real: Lists | None = None,
     keep: Path | None = None,
+    title: str = "evaluating",
     **options: Unpack[ExtractOptions],
 ) -> Evaluation:
     """Score a model on every image of a source that can be read.
 
     `labels` are names of the model's classes that replace those stored with it; `by_position` takes the source's
-    classes for the model's in order where their names do not match; `real` are the lists of ImageNet ReaL; `keep` is a
-    folder for finished pieces of the logits, from which an interrupted evaluation resumes.
+    classes for the model's in order where their names do not match; a `mapping` says which of the model's classes each
+    of the source's stands for, and images of others are left out; `restricted` leaves all of the model's classes out
+    that the source does not have. `real` are the lists of ImageNet ReaL; `keep` is a folder for finished pieces of the
+    logits, from which an interrupted evaluation resumes.
     """
     count = model.config.classes
     if count == 0:
         raise UserError("this model has no head, so it names no classes; fine-tune it first, or use fewshot or probe")
     if source.label_sets is not None or model.card.thresholds is not None:
         raise UserError("evaluate() is for one label per image, as the model and the set have; use evaluate_sets()")
+    if real is not None and (mapping is not None or restricted):
+        raise UserError("ReaL is about ImageNet's own images and all of its classes; leave the mapping or ReaL")
     names = labels or model.card.labels
-    match = match_classes(names, count, source.classes, by_position=by_position)
+    if mapping is None:
+        match = match_classes(names, count, source.classes, by_position=by_position)
+    else:
+        match = match_mapping(mapping, names, count, source.classes)
+    everything, source = source, mapped_images(source, match)
     files = tuple(source.name(i) for i in range(len(source)))
     if real is not None:
         check_real(names, count)
     numbers = None if real is None else image_numbers(files, len(real))
     card = model.card
     what: What = "logits" if card.unknown is None else "features"
-    found = extract_values(model, source, what=what, keep=keep, title="evaluating", **options)
+    found = extract_values(model, source, what=what, keep=keep, title=title, **options)
     read = found.index
     lists = None if real is None or numbers is None else (real, numbers[read])
     logits = found.values if card.unknown is None else head_logits(model, found.values)
-    about = (match.place[source.labels[read]], match.names, match.note, names_at(files, read), lists)
+    truth = true_classes(logits, source.labels[read], match)
+    if restricted:
+        logits, truth, match = restrict(logits, truth, match)
+    about = (truth, match.names, match.note, names_at(files, read), lists)
     result = score(logits, *about, temperature=card.temperature)
     if card.unknown is not None:
         distances = card.unknown.distances(torch.from_numpy(found.values)).double().numpy()
         result = replace(result, distances=distances, refuse=card.unknown.rate)
-    return replace(result, index=read, broken=found.broken)
+    index = source.indices[read] if isinstance(source, Subset) and source is not everything else read
+    return replace(result, index=index, broken=found.broken)
 
 
 def evaluate_sets(
-    model: Model,
+    model: Measured,
     source: ImageSource,
     *,
     labels: Names | None = None,
@@ -126,7 +142,7 @@ def names_at(files: Names, index: Ints) -> Names:
 
 
 @torch.no_grad()
-def head_logits(model: Model, features: Values) -> Values:
+def head_logits(model: Measured, features: Values) -> Values:
     """Compute logits (n, K) of features (n, D), so that both come from one pass over the images."""
     assert model.head is not None
     weight, bias = (part.detach().float().cpu() for part in (model.head.weight, model.head.bias))

@@ -21,18 +21,18 @@ from vitlab.data.rng import Ints
 from vitlab.data.source import ImageSource, Subset
 from vitlab.device import has_bf16, pick_device, pick_workers
 from vitlab.errors import UserError
+from vitlab.evaluation.corrupted import Corrupted, Corrupting
 from vitlab.evaluation.piece_cache import PieceCache, Values, What, model_key
 from vitlab.evaluation.stretched import Stretched
+from vitlab.inference.engine import Engine, Payback
 from vitlab.models.config import LARGEST_SIDE, Preprocess, ResNetConfig
-from vitlab.models.variants import Model
+from vitlab.models.guest import Measured
 from vitlab.terminal import progress
 
 log = logging.getLogger("vitlab")
 
 # Images of a batch and, at most, of a piece: what an interruption may lose, some seconds of work.
 GPU_SIZES, CPU_SIZES = (256, 1024), (64, 256)
-WARMUP = 5  # batches before the speed is known
-COMPILE_SECONDS = 120  # of the model's time left, from which compiling it takes less time than it saves
 
 Device = str | torch.device
 Framed = tuple[ImageSource, Preprocess]  # images, and how they become the model's input
@@ -45,6 +45,7 @@ class ExtractOptions(TypedDict, total=False):
     workers: int | None
     device: str
     resize: int | None
+    corruption: Corrupting | None
     broken_limit: float
 
 
@@ -67,7 +68,7 @@ class Extracted:
 
 
 def extract(
-    model: Model,
+    model: Measured,
     source: ImageSource,
     *,
     what: What = "features",
@@ -75,6 +76,7 @@ def extract(
     workers: int | None = None,
     device: str = "auto",
     resize: int | None = None,
+    corruption: Corrupting | None = None,
     broken_limit: float = BROKEN_LIMIT,
     keep: Path | None = None,
     title: str = "features",
@@ -82,13 +84,13 @@ def extract(
     """Compute the features of every image, see `extract_values`; the source must have one label for each."""
     labels = source.labels
     options: ExtractOptions = {"batch": batch, "workers": workers, "device": device}
-    options |= {"resize": resize, "broken_limit": broken_limit}
+    options |= {"resize": resize, "corruption": corruption, "broken_limit": broken_limit}
     found = extract_values(model, source, what=what, keep=keep, title=title, **options)
     return Features(found.values, labels[found.index], found.index)
 
 
 def extract_values(
-    model: Model,
+    model: Measured,
     source: ImageSource,
     *,
     what: What = "features",
@@ -96,6 +98,7 @@ def extract_values(
     workers: int | None = None,
     device: str = "auto",
     resize: int | None = None,
+    corruption: Corrupting | None = None,
     broken_limit: float = BROKEN_LIMIT,
     keep: Path | None = None,
     title: str = "features",
@@ -110,7 +113,8 @@ def extract_values(
     than a few batches beside it; the folder takes as much again.
 
     The model's own preprocessing and image size are used; with `resize`, its normalization alone: images are stretched
-    to a square of that side, and the model's size is cropped from its center, as in the authors' evaluator. A GPU that
+    to a square of that side, and the model's size is cropped from its center, as in the authors' evaluator. With
+    `corruption`, images are corrupted after they have been framed. A GPU that
     has bf16 computes in it, others and CPUs in the weights' own precision. The model is put in eval mode and on the
     device meanwhile, and restored afterwards. A value that is not finite and a batch too large for the device are
     UserErrors.
@@ -119,11 +123,11 @@ def extract_values(
     usual, most = sizes(target)
     size = usual if batch is None else batch
     check_extract(model, source, what, size)
-    framed = (source, model.card.preprocess) if resize is None else stretch_images(model, source, resize)
+    framed = frame_images(model, source, resize, corruption)
     n, length = len(source), size * max(1, most // size)  # full batches, so that every piece is cut the same way
     spans = [range(start, min(start + length, n)) for start in range(0, n, length)]
     half = has_bf16(target) and next(model.parameters()).dtype == torch.float32
-    cache = None if keep is None else PieceCache(keep, model_key(model, what, half, resize), source)
+    cache = None if keep is None else PieceCache(keep, model_key(model, what, half, resize, corruption), source)
     values = np.full((n, value_width(model, what)), np.nan, np.float32)  # those of broken images stay so
     with progress(title, n) as advance:
         missing = [span for span in spans if cache is None or not read_piece(cache, span, values, advance)]
@@ -132,7 +136,7 @@ def extract_values(
             log.debug("%s: %d of %d images are in %s already", title, n - left, n, keep)
         if missing:
             with eval_mode(model, target):
-                run = BatchRunner(model, what, target, half, left)
+                run = BatchRunner(model, what, target, size, left)
                 number = pick_workers(target) if workers is None else workers
                 batches = compute_batches(run, model, framed, missing, size, number)
                 for span in missing:
@@ -183,7 +187,7 @@ def leave_out_broken(values: Values, source: ImageSource, limit: float) -> Extra
     return Extracted(values[index], index, names)
 
 
-def check_extract(model: Model, source: ImageSource, what: What, batch: int) -> None:
+def check_extract(model: Measured, source: ImageSource, what: What, batch: int) -> None:
     if batch < 1:
         raise UserError(f"a batch needs at least one image, not {batch}")
     if len(source) == 0:
@@ -192,7 +196,17 @@ def check_extract(model: Model, source: ImageSource, what: What, batch: int) -> 
         raise UserError("this model has no head and so no class scores; use one with a head, or its features")
 
 
-def stretch_images(model: Model, source: ImageSource, side: int) -> Framed:
+def frame_images(model: Measured, source: ImageSource, resize: int | None, corruption: Corrupting | None) -> Framed:
+    """The source and the preprocessing, as the options have them."""
+    framed = (source, model.card.preprocess) if resize is None else stretch_images(model, source, resize)
+    if corruption is None:
+        return framed
+    images, preprocess = framed
+    corrupted = Corrupted(images, corruption, model.config.image_size, preprocess)
+    return corrupted, replace(preprocess, fit="stretch")  # they have the model's size already
+
+
+def stretch_images(model: Measured, source: ImageSource, side: int) -> Framed:
     """The source and the preprocessing with the authors' framing from a square of this side."""
     size = model.config.image_size
     if not max(size) <= side <= LARGEST_SIDE:
@@ -201,7 +215,7 @@ def stretch_images(model: Model, source: ImageSource, side: int) -> Framed:
     return Stretched(source, side, size), replace(model.card.preprocess, fit="stretch")
 
 
-def value_width(model: Model, what: What) -> int:
+def value_width(model: Measured, what: What) -> int:
     c = model.config
     if what == "logits":
         return c.classes
@@ -209,7 +223,7 @@ def value_width(model: Model, what: What) -> int:
 
 
 @contextmanager
-def eval_mode(model: Model, device: torch.device) -> Iterator[None]:
+def eval_mode(model: Measured, device: torch.device) -> Iterator[None]:
     """Put the model in eval mode on the device, and restore modes and device afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     home = next(model.parameters()).device
@@ -226,36 +240,22 @@ def eval_mode(model: Model, device: torch.device) -> Iterator[None]:
 
 
 class BatchRunner:
-    """Compute values (b, D) of normalized images (b, 3, h, w); on a GPU the model is compiled where that pays off.
+    """Compute values (b, D) of normalized images (b, 3, h, w), of which so many are left in batches of one size."""
 
-    Compiling a ViT takes 5 to 30 seconds and then saves a sixth of the model's time or more (on an H200: B/16 from
-    8,800 to 10,700 images a second, L/16 from 3,050 to 3,600), so it depends on the images left and on the GPU.
-    """
-
-    def __init__(self, model: Model, what: What, device: torch.device, half: bool, images: int) -> None:
-        self.eager: Callable[[Tensor], Tensor] = model.features if what == "features" else model
-        self.compiled: Callable[[Tensor], Tensor] | None = None
+    def __init__(self, model: Measured, what: What, device: torch.device, batch: int, images: int) -> None:
         self.what: What = what
-        self.dtype = next(model.parameters()).dtype
-        self.device, self.half, self.left = device, half, images
-        self.calls, self.fastest = 0, float("inf")
+        self.engine = Engine(model, what, device)
+        self.payback = Payback(self.engine, batch, images)
 
-    @torch.no_grad()
-    def __call__(self, images: Tensor, full: bool) -> Values:
-        """`full`: the batch has the usual size; it does not pay to compile for the smaller last one."""
+    def __call__(self, images: Tensor) -> Values:
         began = time.monotonic()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
-            values = (self.compiled if self.compiled and full else self.eager)(images.to(self.dtype))
-        found = values.float().cpu().numpy()  # waits for the device
-        self.calls, self.left = self.calls + 1, self.left - len(found)
-        self.fastest = min(self.fastest, (time.monotonic() - began) / len(found))
-        if self.device.type == "cuda" and self.calls == WARMUP and self.fastest * self.left > COMPILE_SECONDS:
-            self.compiled = torch.compile(self.eager)
+        found: Values = self.engine(images).float().cpu().numpy()  # waits for the device
+        self.payback.count(len(found), time.monotonic() - began)
         return found
 
 
 def compute_batches(
-    run: BatchRunner, model: Model, images: Framed, spans: list[range], batch: int, workers: int
+    run: BatchRunner, model: Measured, images: Framed, spans: list[range], batch: int, workers: int
 ) -> Iterator[tuple[Ints, Values]]:
     """Yield places within the batch, and values, of the spans' images that can be read, batch by batch.
 
@@ -263,13 +263,13 @@ def compute_batches(
     """
     (source, preprocess), size = images, model.config.image_size
     part = Subset(source, np.concatenate([np.arange(span.start, span.stop) for span in spans]))
-    loader = EvalLoader(part, size, preprocess, batch=batch, workers=workers, device=run.device, resident=False)
+    loader = EvalLoader(part, size, preprocess, batch=batch, workers=workers, device=run.engine.device, resident=False)
     for start, loaded in zip(range(0, len(part), batch), loader.batches(empty=True), strict=True):
         place = loaded.index.cpu().numpy() - start
         if not len(place):
             yield place, np.empty((0, value_width(model, run.what)), np.float32)
             continue
-        values = run(loaded.images, len(loaded.images) == batch)
+        values = run(loaded.images)
         bad = ~np.isfinite(values).all(1)
         if bad.any():
             name = part.name(int(loaded.index[int(bad.argmax())]))

@@ -9,7 +9,8 @@ from vitlab.data.source import ImageSource
 from vitlab.errors import UserError
 from vitlab.evaluation.extract import ExtractOptions, Features, extract
 from vitlab.files import cache_folder, check_folder
-from vitlab.weights import load
+from vitlab.models.guest import Guest
+from vitlab.weights.guests import open_measured
 
 
 class FeatureSet:
@@ -17,7 +18,7 @@ class FeatureSet:
 
     def __init__(self, run: str, data: str, *, keep: Path | None = None, **options: Unpack[ExtractOptions]) -> None:
         self.options = options
-        self.run, self.name, self.model, self.data = run, data, load(run), open_data(data)
+        self.run, self.name, self.model, self.data = run, data, open_measured(run), open_data(data)
         self.keep = features_folder(run) if keep is None else keep  # None: nothing is kept
 
     def describe(self) -> str:
@@ -33,6 +34,7 @@ class FeatureSet:
         """What the numbers computed from these features are about."""
         images = {"train": len(train.labels), "test": len(test.labels)}
         about = {"run": self.run, "data": self.name, "images": images, "width": train.values.shape[1]}
+        about |= {"guest": self.model.title} if isinstance(self.model, Guest) else {}
         return about if self.options.get("resize") is None else about | {"resize": self.options["resize"]}
 
 

@@ -23,8 +23,9 @@ from safetensors.numpy import save
 from vitlab.data.images import BrokenImage
 from vitlab.data.source import ImageSource
 from vitlab.errors import UserError
+from vitlab.evaluation.corrupted import Corrupting
 from vitlab.files import atomic_file
-from vitlab.models.variants import Model
+from vitlab.models.guest import Measured
 from vitlab.settings import to_json
 from vitlab.text import brief
 
@@ -36,19 +37,22 @@ log = logging.getLogger("vitlab")
 SUFFIX = ".safetensors"
 
 
-def model_key(model: Model, what: What, half: bool, resize: int | None = None) -> str:
+def model_key(
+    model: Measured, what: What, half: bool, resize: int | None = None, corruption: Corrupting | None = None
+) -> str:
     """Hash everything about a model that its values depend on: weights, settings, preprocessing and precision.
 
     Features do not depend on the head, so a model with another one has the same.
     """
     about: list[object] = [what, "bf16" if half else "full", *([] if resize is None else [resize])]
+    about += [] if corruption is None else [to_json(corruption)]
     if what == "features":
         return hashlib.sha256(json.dumps([feature_key(model), *about]).encode()).hexdigest()[:12]
     about += [to_json(model.config), to_json(model.card.preprocess)]
     return digest_model(about, model.state_dict())[:12]
 
 
-def feature_key(model: Model) -> str:
+def feature_key(model: Measured) -> str:
     """Hash what a model's features depend on: neither its head nor the precision, which changes them by little."""
     config = {key: value for key, value in to_json(model.config).items() if key != "classes"}
     body = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")}

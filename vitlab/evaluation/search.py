@@ -21,7 +21,7 @@ from vitlab.evaluation.extract import extract_values
 from vitlab.evaluation.feature_file import FeatureFile, Row, open_features
 from vitlab.evaluation.piece_cache import Values, feature_key
 from vitlab.html import data_url, picture_card, value_table
-from vitlab.models.variants import Model
+from vitlab.models.guest import Measured
 
 TOP = 10
 
@@ -87,14 +87,14 @@ def search(
     return nearest_rows(file, image_features(loaded, image, device), top)
 
 
-def check_model(file: FeatureFile, model: Model, name: str) -> None:
+def check_model(file: FeatureFile, model: Measured, name: str) -> None:
     """Raise UserError unless the features are of this model: those of another cannot be compared."""
     if feature_key(model) != file.info.model:
         made = f"{file.path} has features of another model, '{file.info.name}'"
         raise UserError(f"{made}; make one with {name}: vitlab embed {name} {file.info.data} FILE.parquet")
 
 
-def image_features(model: Model, image: object, device: str) -> Values:
+def image_features(model: Measured, image: object, device: str) -> Values:
     """The features (D,) of one image, computed as those of a set."""
     pixels = np.asarray(to_image(image))
     source = ArraySource("image", pixels[None], np.zeros(1, np.int64), ("",))

@@ -14,11 +14,20 @@ from vitlab.weights.formats import vitlab
 from vitlab.weights.formats.base import RawCheckpoint
 from vitlab.weights.tensors import open_tensors
 
+GUEST = "torchvision:"  # begins the id of a guest, see guests.py
 log = logging.getLogger("vitlab")
+
+
+def is_guest(source: str | os.PathLike[str]) -> bool:
+    """Whether a source is the id of a guest; a Path of that name is a path."""
+    return isinstance(source, str) and source.startswith(GUEST)
 
 
 def open_source(source: str | os.PathLike[str]) -> RawCheckpoint:
     name = os.fspath(source)
+    if is_guest(source):
+        takers = "evaluate, fewshot, probe, embed and search take guests"
+        raise UserError(f"'{name}' is a guest, and this needs a model of vitlab's own; {takers}")
     path = Path(name).expanduser()
     if source == box.NAME:  # a Path of that name is a path
         if path.exists():

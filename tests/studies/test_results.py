@@ -1,0 +1,111 @@
+"""`vitlab results`: the published numbers, and those read from folders of runs."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vitlab.cost import cost, forward_flops
+from vitlab.errors import UserError
+from vitlab.models.names import configure
+from vitlab.models.variants import build
+from vitlab.studies.published import COMPUTE, PUBLISHED
+from vitlab.studies.results import data_names, published_columns, read_column, title_of
+from vitlab.training.setup import read_run
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+def test_published_rows_are_marked(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = command("results", "--compute", "--json", str(tmp_path / "r.json"), "--out", str(tmp_path / "out"))
+    assert code == 0
+    assert out.count("(published)") == len(PUBLISHED) == 6
+    assert "(yours)" not in out
+    for text in ("88.55 ± 0.04", "12,300", "R50+ViT-L/16", "by a linear probe", "ObjectNet"):
+        assert text in out
+    stored = json.loads((tmp_path / "r.json").read_text())
+    assert {model["source"] for model in stored["models"]} == {"published"}
+    assert stored["models"][0]["scores"]["Oxford-IIIT Pets"] == [97.56, 0.03]
+    assert len(stored["compute"]) == 18
+    rows = list(csv.DictReader((tmp_path / "out" / "table.csv").open()))
+    assert [row["TPUv3-core-days"] for row in rows] == ["2,500", "680", "230", "9,900", "12,300", "-"]
+
+
+def test_it_fits_a_terminal_of_eighty_columns(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = command("results")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+
+
+def test_costs_agree_with_our_count() -> None:
+    """The paper's exaFLOPs within 5 %: 303 million images, three forward passes each."""
+    for row in COMPUTE:
+        name = row.model.replace("ViT-", "").replace("ResNet", "R")
+        counted = 3 * forward_flops(configure(name, {"classes": 1000})) * 303e6 * row.epochs / 1e18
+        assert row.exaflops == pytest.approx(counted, rel=0.05), row
+
+
+def test_data_sets_have_the_papers_names() -> None:
+    for data, title in {
+        "oxford-pets": "Oxford-IIIT Pets",
+        "/data/flowers102": "Oxford Flowers-102",
+        "sets/cifar10": "CIFAR-10",
+        "sets/cifar-100-python.tar.gz": "CIFAR-100",
+        "imagenet:/data/in": "ImageNet",
+        "photos/": "photos",
+        "pets.parquet": "Oxford-IIIT Pets",
+    }.items():
+        assert title_of(data) == title
+
+
+def test_results_of_a_transfer_a_search_and_an_evaluation(tmp_path: Path) -> None:
+    def write(name: str, content: object) -> str:
+        path = tmp_path / name
+        path.parent.mkdir()
+        path.write_text(json.dumps(content))
+        return str(path.parent)
+
+    target = {"title": "CIFAR-10", "mean": 0.981, "std": 0.002}
+    moved = read_column(write("transfer/results.json", {"weights": "w.npz", "targets": {"cifar10": target}}))
+    assert list(moved.scores) == ["CIFAR-10"]
+    assert moved.scores["CIFAR-10"] == pytest.approx((98.1, 0.2))
+    assert (moved.source, moved.note) == ("yours", "transfer of w.npz")
+    vtab = read_column(write("vtab/results.json", {"means": {"all": {"mean": 0.7, "done": 3, "of": 19}}}))
+    assert vtab.scores["VTAB (19 tasks)"][0] == pytest.approx(70)
+    assert vtab.note == "VTAB: 3 of 19 tasks"
+    summary = {"accuracy": {"mean": 0.9, "std": 0.01}}
+    seeds = {"recipe": {"data": "x/pets"}, "summary": summary, "runs": {"0": {}, "1": {}}}
+    assert read_column(write("seeds/search.json", seeds)).scores["Oxford-IIIT Pets"] == pytest.approx((90, 1))
+    scores = {"model": "m", "data": "imagenet:/d", "top1": {"value": 0.755}, "real": {"value": 0.822}}
+    tested = read_column(write("tested/scores.json", scores))
+    assert tested.scores == {"ImageNet": (75.5, None), "ImageNet ReaL": (100 * 0.822, None)}
+    assert data_names([moved, tested])[:3] == ["ImageNet", "ImageNet ReaL", "CIFAR-10"]
+    with pytest.raises(UserError, match="holds no results; name the folder of a run"):
+        read_column(str(tmp_path))
+    with pytest.raises(UserError, match=r"cannot be read \(KeyError"):
+        read_column(write("odd/results.json", {"a": 1}))
+
+
+@pytest.mark.slow
+def test_a_run_beside_the_published(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    folder = tmp_path / "run"
+    words = ["depth=1", "width=16", "mlp=16", "heads=2", "steps=3", "batch=16", "warmup=0", "workers=0", "device=cpu"]
+    assert command("train", "digits", *words, "--out", str(folder))[0] == 0
+    code, out, err = command("results", str(folder))
+    assert code == 0, err
+    assert (out.count("(published)"), out.count("(yours)")) == (6, 1)
+    found, stored = read_column(str(folder)), read_run(folder)
+    accuracy = json.loads((folder / "scores.json").read_text())["top1"]["value"]
+    assert found.scores == {"digits": (100 * accuracy, None)}
+    assert stored is not None
+    each = cost(lambda: build(stored.model)).train_flops
+    assert found.exaflops == pytest.approx(each * 3 * 16 / 1e18)
+    assert found.hours is not None
+    assert found.hours > 0
+    assert found.core_days is None
+    assert all(column.published for column in published_columns())

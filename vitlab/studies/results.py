@@ -1,0 +1,163 @@
+"""Results side by side: the paper's, marked as published, and those that folders of runs hold.
+
+A folder may be a run (recipe.json, with scores.json or its log), a search or several seeds (search.json), a transfer or
+VTAB (results.json), or what `vitlab evaluate --out` wrote (scores.json). Nothing is computed but the cost of a run,
+from its recipe. Files may come from anywhere, so all of them are read with care.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vitlab.cost import BACKWARD, forward_flops
+from vitlab.errors import UserError
+from vitlab.evaluation.result import csv_text
+from vitlab.files import read_json, write_text
+from vitlab.models.config import ModelConfig
+from vitlab.report.history import read_history
+from vitlab.report.make import SCORES
+from vitlab.studies.published import DATA, PUBLISHED, Score
+from vitlab.studies.transfer import RESULTS, TARGETS
+from vitlab.training.log import LOG, last_report
+from vitlab.training.recipe import Recipe
+from vitlab.training.search import SEARCH
+from vitlab.training.setup import StoredRun, read_run
+
+COST = ("TPUv3-core-days", "exaFLOPs", "hours here")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A model in the table: its accuracies in percent by data set, and what it cost."""
+
+    name: str
+    scores: dict[str, Score]
+    published: bool = False
+    core_days: float | None = None
+    exaflops: float | None = None  # of the paper's pre-training; of a run, its own training alone
+    hours: float | None = None  # of training steps, on the machine of the run
+    note: str = ""
+    data: str = field(default="")
+
+    @property
+    def source(self) -> str:
+        return "published" if self.published else "yours"
+
+    def cells(self, data: Sequence[str]) -> list[str]:
+        """Accuracy on each data set, then the costs, as text."""
+        scores = [self.scores.get(name) for name in data]
+        shown = ["-" if s is None else f"{s[0]:.2f}" + ("" if s[1] is None else f" ± {s[1]:.2f}") for s in scores]
+        costs = (self.core_days, self.exaflops, self.hours)
+        return shown + ["-" if cost is None else f"{cost:,.0f}" if cost >= 100 else f"{cost:.3g}" for cost in costs]
+
+
+def published_columns() -> list[Column]:
+    return [Column(published=True, **dataclasses.asdict(each)) for each in PUBLISHED]
+
+
+def data_names(columns: Sequence[Column]) -> list[str]:
+    """The paper's data sets, then those of the runs, in order."""
+    return list(dict.fromkeys([*DATA, *(name for column in columns for name in column.scores)]))
+
+
+# ---- folders
+
+
+def read_column(place: str) -> Column:
+    """The results in a folder; UserError where it holds none."""
+    folder = Path(place).expanduser()
+    readers: dict[str, Callable[[str, Path], Column]] = {RESULTS: read_results, SEARCH: read_search}
+    try:
+        found = next((read for file, read in readers.items() if (folder / file).is_file()), None)
+        if found is not None:
+            return found(place, folder)
+        stored = read_run(folder)
+        if stored is not None:
+            return read_one(place, folder, stored)
+        if (folder / SCORES).is_file():
+            scores = read_json(folder / SCORES)
+            return Column(place, top1(scores, str(scores["data"])), note=f"{scores['model']}, by evaluate")
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"the results in {place} cannot be read ({type(error).__name__}: {error})") from None
+    fix = "name the folder of a run, a search, a transfer, or one that `vitlab evaluate --out` wrote"
+    raise UserError(f"{place} holds no results; {fix}")
+
+
+def read_results(place: str, folder: Path) -> Column:
+    """results.json, of a transfer or of VTAB."""
+    about = read_json(folder / RESULTS)
+    if "targets" in about:
+        scores = {each["title"]: percent(each["mean"], each["std"]) for each in about["targets"].values()}
+        return Column(place, scores, note=f"transfer of {about['weights']}")
+    mean = about["means"]["all"]
+    note = "" if mean["done"] == mean["of"] else f"VTAB: {mean['done']} of {mean['of']} tasks"
+    return Column(place, {"VTAB (19 tasks)": percent(mean["mean"], None)}, note=note)
+
+
+def read_search(place: str, folder: Path) -> Column:
+    about = read_json(folder / SEARCH)
+    accuracy, runs = about["summary"]["accuracy"], len(about["runs"])
+    scores = {title_of(str(about["recipe"]["data"])): percent(accuracy["mean"], accuracy["std"])}
+    first = next((stored for seed in about["runs"] if (stored := read_run(folder / f"seed-{int(seed)}"))), None)
+    flops = None if first is None else train_flops(first.model, first.recipe) / 1e18
+    return Column(place, scores, exaflops=flops, note=f"{runs} seeds; cost of one")
+
+
+def read_one(place: str, folder: Path, stored: StoredRun) -> Column:
+    recipe, scores = stored.recipe, {}
+    if (folder / SCORES).is_file():
+        scores = top1(read_json(folder / SCORES), recipe.data)
+    elif "accuracy" in (report := last_report(folder / LOG)):
+        scores = {title_of(recipe.data): percent(report["accuracy"], None)}
+    try:
+        hours = read_history(folder).seconds / 3600
+    except UserError:  # a run in progress, or whose weights were removed
+        hours = None
+    start = f"from {recipe.weights}, whose cost is not in it" if recipe.weights else ""
+    return Column(place, scores, exaflops=train_flops(stored.model, recipe) / 1e18, hours=hours, note=start)
+
+
+def top1(scores: dict[str, Any], data: str) -> dict[str, Score]:
+    """The accuracies in scores.json."""
+    if scores.get("multi_label"):
+        return {f"{title_of(data)}, mAP": percent(scores["map"], None)}
+    found = {title_of(data): percent(scores["top1"]["value"], None)}
+    if scores.get("real"):
+        found["ImageNet ReaL"] = percent(scores["real"]["value"], None)
+    return found
+
+
+def percent(share: float, std: float | None) -> Score:
+    return 100 * float(share), None if std is None else 100 * float(std)
+
+
+def title_of(data: str) -> str:
+    """A data set as the paper calls it, where its name shows which it is; else its own name."""
+    name = Path(data.removeprefix("imagenet:").rstrip("/")).name
+    plain = name.removesuffix(".parquet").removesuffix(".csv").removesuffix(".tar")
+    is_target = (target.title for target in TARGETS if plain in (target.name, *target.places))
+    return "ImageNet" if data.startswith("imagenet:") else next(is_target, plain)
+
+
+def train_flops(config: ModelConfig, recipe: Recipe) -> float:
+    """Operations of a run's training steps, three forward passes for an image."""
+    each: float = forward_flops(config)
+    if recipe.small_size is not None:
+        small = forward_flops(dataclasses.replace(config, image_size=recipe.small_size))
+        each += recipe.small_start * (small - each)
+    return (1 + BACKWARD) * each * (recipe.steps or 0) * recipe.batch
+
+
+# ---- files
+
+
+def write_tables(folder: Path, columns: Sequence[Column]) -> None:
+    """Write table.md and table.csv, a line for each model."""
+    data = data_names(columns)
+    heads = ["model", "source", "pre-trained on", *data, *COST, "note"]
+    rows = [[c.name, c.source, c.data or "-", *c.cells(data), c.note or "-"] for c in columns]
+    lines = [heads, ["---"] * len(heads), *rows]
+    write_text(folder / "table.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    write_text(folder / "table.csv", csv_text(heads, rows))
