@@ -8,7 +8,7 @@ test test-slow chaos: export OMP_NUM_THREADS = 1
 
 # Slow tests that compare no times: two at once. The others need the machine for themselves.
 TIMELESS := $(wildcard tests/test_docs.py tests/test_tutorial.py tests/test_site.py tests/test_examples.py tests/test_export.py \
-	tests/test_demo.py tests/test_report.py tests/weights tests/evaluation tests/studies \
+	tests/test_demo.py tests/test_report.py tests/weights tests/evaluation tests/studies tests/models tests/kernels tests/analysis tests/plots \
 	tests/training/test_parallel.py tests/training/test_recipes.py tests/training/test_resume.py)
 
 .PHONY: demo test quick test-slow chaos lint style types docs clean

@@ -11,8 +11,10 @@ import typer.main
 from torch.distributed.run import parse_args as parse_torchrun
 
 from vitlab.cli import app
+from vitlab.cli.help import join_name
 from vitlab.data.transforms import Augment
 from vitlab.models.config import ResNetConfig, StemConfig, ViTConfig
+from vitlab.studies.request import StudySettings
 from vitlab.training.recipe import Recipe
 from vitlab.training.search import Repeats
 
@@ -23,7 +25,7 @@ FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"(?<!`)`(vitlab [a-z][^`]*)`(?!`)")
 KINDS: tuple[Any, ...] = (Recipe, Augment, ViTConfig, ResNetConfig, StemConfig)
 VERBS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-SETTINGS = {field.name for kind in (*KINDS, Repeats) for field in dataclasses.fields(kind)}
+SETTINGS = {field.name for kind in (*KINDS, Repeats, StudySettings) for field in dataclasses.fields(kind)}
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def inline_commands(page: Path) -> list[str]:
 def check_command(command: str) -> None:
     """Raise for a command, or one inside a quoted script, that its program's own parser does not accept."""
     given = words(command)
-    if given[:1] == ["vitlab"] and len(given) == 2 and given[1] in VERBS:  # a command's name alone
+    if given[:1] == ["vitlab"] and " ".join(given[1:]) in VERBS:  # a command's name alone
         return
     for word in given:
         if " vitlab " in word:  # bash -c '...'
@@ -89,7 +91,7 @@ def check_command(command: str) -> None:
 def check_vitlab(given: list[str]) -> None:
     """Raise for words that `vitlab` does not accept: a command, an option, a value's type, or the key of a setting."""
     ends = [i for i, word in enumerate(given) if word in ("<", ">", "|", "&&")]
-    verb, *arguments = given[: min(ends, default=len(given))]
+    verb, *arguments = join_name(given[: min(ends, default=len(given))], VERBS)
     if verb in ("--help", "--version"):
         return
     if verb not in VERBS:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torchvision
 from PIL import Image
 
 import vitlab
@@ -30,6 +31,8 @@ TINY_TIMM = {
 }  # a timm file's heads follow from its width
 TINY_RUN = "depth=1 width=24 mlp=48 heads=2 steps=2 batch=8 micro=4 warmup=0 workers=0 compile=no device=cpu"
 SMALL_RUN = f"{TINY_RUN} model=Ti/16 image_size=32 prelogits=8"
+STUDIED = "image_size=32 depth=1 width=24 mlp=48 heads=2 steps=2 warmup=0 batch=8 workers=0 compile=no device=cpu"
+TINY_COMPARISON = "--against timm --image-size 32 --batch 1 --rounds 1 --seconds 0.01 --mode eager"
 TUNED = "steps=2 batch=8 workers=0 device=cpu"
 TUNED_IN_PYTHON = 'steps=2, batch=8, workers=0, device="cpu"'
 
@@ -86,6 +89,10 @@ def real_labels(path: Path) -> None:
     path.write_text(json.dumps([[i % 1000] for i in range(50_000)]))
 
 
+def dogs_and_cats(path: Path) -> None:
+    path.write_text(json.dumps({"a dog": ["beagle", "pug"], "a cat": "tabby"}))
+
+
 def vtab(path: Path) -> None:
     """A few images of two of the nineteen tasks."""
     for task in ("cifar", "kitti"):
@@ -120,6 +127,37 @@ def converted(to: str, **settings: Any) -> Make:
         vitlab.convert(folder, path, to)
 
     return make
+
+
+def guest(name: str) -> Make:
+    """Fresh weights of a model of torchvision's."""
+
+    def make(path: Path) -> None:
+        torch.save(torchvision.models.get_model(name).state_dict(), path)
+
+    return make
+
+
+def imagenet_variant(*classes: str) -> Make:
+    return lambda path: class_folders(path, 2, classes)
+
+
+def write(content: object) -> Make:
+    """A JSON file."""
+
+    def make(path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content))
+
+    return make
+
+
+CLOCKS = "analog clock; digital clock"
+objectnet_mapping = write({"alarm_clock": CLOCKS, "banana": "banana"})
+objectnet_labels = write({"alarm_clock": "Alarm clock", "banana": "Banana", "chair_leg": "Leg of a chair"})
+objectnet_classes = write({"Alarm clock": CLOCKS, "Banana": "banana"})
+PETS_ROW = {"title": "Oxford-IIIT Pets", "mean": 0.9, "std": 0.01}
+transfer_results = write({"weights": "vit-b16.npz", "targets": {"pets": PETS_ROW}})
 
 
 HUGGINGFACE = converted("huggingface", norm_eps=1e-12)
@@ -177,6 +215,30 @@ PAGES: dict[str, Page] = {
         files={"photos": class_folders, "cat.jpg": photo},
         replace={"minutes=5, ": f'weights="none", warmup=0, {TUNED_IN_PYTHON}, '},
         append={"vitlab finetune": f"--weights none {TUNED}"},
+    ),
+    "docs/paper.md": Page(
+        files={
+            "ti16": run(size=224, depth=12),
+            "photo.jpg": photo,
+            "photos": lambda path: class_folders(path, 10),
+            "pets": splits,
+            "tiny-imagenet": splits,
+            "datasets/pets": pets,
+            "vtab-1k": vtab,
+            "objectnet": lambda path: class_folders(path, 2, ("a dog", "a cat")),
+            "objectnet.json": dogs_and_cats,
+        },
+        append={
+            "vitlab train pets-finetune": f"image_size=32 {TUNED} warmup=0",
+            "vitlab train B/16-imagenet": SMALL_RUN,
+            "vitlab train tiny-imagenet-masked": "image_size=32 steps=2 batch=8 subset=1 warmup=0 workers=0",
+            "vitlab transfer": "seeds=1 image_size=32 steps=2 batch=8 workers=0 device=cpu",
+            "vitlab vtab": "--steps 2 image_size=32 batch=8 device=cpu",
+        },
+        parsed={"vitlab study": "tests/studies/test_study_runs.py runs each of them"},
+    ),
+    "docs/paper.ko.md": Page(
+        parsed={"vitlab": "the commands of docs/paper.md, which run there; test_paper_page.py compares them"},
     ),
     "docs/training.md": Page(
         files={"photos": class_folders, "weights.npz": GOOGLE, "DIR": splits, "SHARDS": shards},
@@ -239,6 +301,44 @@ PAGES: dict[str, Page] = {
         replace={"/data/": "data/", "oxford-pets": "pets", "cifar100": "pets", "--steps 500": "--steps 2"},
         append={"vitlab vtab": "--steps 2 image_size=32 batch=8 device=cpu"},
     ),
+    "docs/studies.md": Page(
+        files={name: lambda path: splits(path, train=6) for name in ("tiny-imagenet", "pets", "flowers")},
+        append={
+            "vitlab study positions data=": f"seeds=1 {STUDIED}",
+            "srun vitlab study head": f"--only token-0.0003 seeds=1 {STUDIED}",
+            "vitlab train study": STUDIED,
+            "vitlab fewshot": "--keep features",
+        },
+    ),
+    "docs/comparing.md": Page(
+        files={
+            "runs/pets": run(),
+            "runs/mine": run(),
+            "runs/transfer/results.json": transfer_results,
+            "vit.safetensors": converted("timm", classes=1000, **TINY_TIMM),
+            "vit-b16.npz": GOOGLE,
+            "photos": lambda path: class_folders(path, 10),
+            "sets/pets": splits,
+            "sets/flowers": splits,
+            "data/imagenet": imagenet_variant("n01440764", "n02123045", "n07753592"),
+            "imagenetv2": imagenet_variant("0", "281", "999"),
+            "sketch": imagenet_variant("n01440764", "n02123045"),
+            "imagenet-r": imagenet_variant("n01440764", "n02123045"),
+            "objectnet": imagenet_variant("alarm_clock", "banana", "chair_leg"),
+            "objectnet_to_imagenet.json": objectnet_mapping,
+            "folder_to_objectnet_label.json": objectnet_labels,
+            "objectnet_to_imagenet_1k.json": objectnet_classes,
+            "resnet50-11ad3fa6.pth": guest("resnet50"),
+            "swin_t-704ceda3.pth": guest("swin_t"),
+            "efficientnet_b0_rwightman-7f5810bc.pth": guest("efficientnet_b0"),
+        },
+        replace={"/data/": "data/", "runs/pets runs/transfer": "runs/transfer", "--shots 1,5": "--shots 1"},
+        append={
+            "vitlab transfer vit-b16.npz": f"image_size=32 seeds=1 {TUNED}",
+            "vitlab transfer runs/mine --data": f"image_size=32 {TUNED}",
+            "vitlab transfer runs/mine --quick": "device=cpu workers=0",
+        },
+    ),
     "docs/looking-inside.md": Page(
         files={
             "runs/mine": run(depth=12),
@@ -291,6 +391,7 @@ PAGES: dict[str, Page] = {
             "vitlab train flowers-96": f"{TINY_RUN} image_size=32",
         },
     ),
+    "docs/performance.md": Page(replace={"B/16": "Ti/16"}, append={"vitlab bench compare": TINY_COMPARISON}),
     "docs/reliability.md": Page(parsed={"make chaos": "takes an hour", "(cd tests": "takes minutes"}),
     "docs/releasing.md": Page(parsed={"": "publishes a version"}),
     "docs/index.md": Page(),

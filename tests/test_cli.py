@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import typer
 from PIL import Image
-from timing import measure_until, seconds
+from timing import assert_below, measure_until, seconds
 
 from vitlab.cli import app
-from vitlab.cli.help import GROUPS
+from vitlab.cli.help import GROUPS, join_name
 
 VITLAB = Path(sys.executable).with_name("vitlab")
 Command = Callable[..., tuple[int, str, str]]
@@ -55,13 +55,13 @@ finally:
 
 def test_help_lists_verbs_in_the_order_of_use() -> None:
     assert list(VERBS)[:3] == ["demo", "finetune", "train"]
-    assert len(VERBS) == 20
+    assert len(VERBS) == 24
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_a_file_and_an_example(verb: str, command: Command) -> None:
-    assert find_spec(f"vitlab.cli.{verb}") is not None
-    code, out, _ = command(verb, "--help")
+    assert find_spec(f"vitlab.cli.{verb.split()[0]}") is not None
+    code, out, _ = command(*verb.split(), "--help")
     assert code == 0
     assert "Examples:" in out
     assert f"vitlab {verb}" in out
@@ -72,13 +72,14 @@ def test_verbs_are_in_groups(command: Command) -> None:
     assert sorted(name for names in GROUPS.values() for name in names) == sorted(VERBS)
     _, out, _ = command("--help")
     parts = re.split(r"^(\w[\w ]*):$", out, flags=re.MULTILINE)[1:]
-    shown = dict(zip(parts[::2], (re.findall(r"^  (\w+) ", part, re.MULTILINE) for part in parts[1::2]), strict=True))
+    verbs = (re.findall(r"^  (\w+(?: \w+)?)  ", part, re.MULTILINE) for part in parts[1::2])
+    shown = dict(zip(parts[::2], verbs, strict=True))
     assert {title: tuple(shown[title]) for title in GROUPS} == GROUPS
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_metavars_are_capitals_and_examples_are_single_lines(verb: str, command: Command) -> None:
-    _, out, _ = command(verb, "--help")
+    _, out, _ = command(*verb.split(), "--help")
     assert not re.search(r"[<{](bool|str|path|int|float|list)", out)
     options = out.partition("Options:")[2].partition("Examples:")[0]
     for line in re.findall(r"^  (-\S.*?)(?:  |$)", options, re.MULTILINE):
@@ -133,9 +134,10 @@ def test_pages_name_verbs_and_options_that_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     for block in re.findall(r"```(?:bash)?\n(.*?)```", text, re.DOTALL):
         for line in block.splitlines():
-            if match := re.search(r"\bvitlab (\w+)(.*?)(?: {3,}|#|$)", line):
-                assert match[1] in VERBS, line
-                known = {option for param in VERBS[match[1]].params for option in param.opts}
+            if match := re.search(r"\bvitlab (\w+(?: \w+)?)(.*?)(?: {3,}|#|$)", line):
+                verb = join_name(match[1].split(), VERBS)[0]
+                assert verb in VERBS, line
+                known = {option for param in VERBS[verb].params for option in param.opts}
                 assert set(re.findall(r"--[a-z-]+", match[2])) <= known, line
 
 
@@ -168,6 +170,22 @@ def test_models_lists_the_given_names(command: Command) -> None:
     assert code == 0, err
     assert "5,717,416" in out
     assert "25,549,352" in out
+
+
+def test_models_and_cost_do_not_import_torch() -> None:
+    code = "import sys; from vitlab.cli import main; main()"
+    for words in (["models"], ["cost", "B/16", "image_size=384"]):
+        ends = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {code}"
+        done = subprocess.run([sys.executable, "-c", ends, *words], capture_output=True, text=True)
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "False"), done.stderr
+
+
+@pytest.mark.slow
+def test_models_lists_all_within_two_seconds() -> None:
+    def measure() -> float:
+        return seconds(lambda: subprocess.run([VITLAB, "models"], check=True, capture_output=True))
+
+    assert_below(2.0, measure)
 
 
 # ---- errors

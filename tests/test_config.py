@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, ResNetConfig, StemConfig, ViTConfig, as_size
-from vitlab.models.variants import LISTED, configure
+from vitlab.models.names import LISTED, configure
 from vitlab.settings import from_json, parse_settings, to_json
 
 VIT: dict[str, Any] = {"image_size": (32, 48), "patch": 16, "depth": 2, "width": 12, "mlp": 20, "heads": 3}

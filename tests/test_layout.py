@@ -11,8 +11,8 @@ ROOT = Path(vitlab.__file__).parent
 # From bottom to top; a module may import from its own room or from rooms below it.
 ROOMS = (
     *("errors", "text", "html", "files", "settings", "signals", "terminal", "device"),
-    *("models", "data", "cost", "plots", "weights", "analysis", "evaluation", "training"),
-    *("prediction", "export", "report", "finetuning", "serving", "studies", "demo", "cli"),
+    *("models", "kernels", "data", "counting", "cost", "plots", "weights", "analysis", "inference", "evaluation"),
+    *("training", "prediction", "export", "report", "finetuning", "serving", "studies", "bench", "demo", "cli"),
 )
 FILES = sorted(ROOT.rglob("*.py"))
 

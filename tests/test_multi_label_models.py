@@ -20,7 +20,7 @@ from vitlab.data.open import open_data
 from vitlab.data.source import ArraySource
 from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import evaluate, evaluate_sets
-from vitlab.export.onnx import metadata
+from vitlab.inference.onnx_file import metadata
 from vitlab.models.config import Preprocess
 from vitlab.prediction import Classifier
 from vitlab.serving.app import create_app

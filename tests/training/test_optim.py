@@ -72,7 +72,7 @@ SMALL = {"depth": 2, "width": 64, "mlp": 64, "heads": 4, "classes": 3, "image_si
 def masked() -> MaskedPatches:
     model = vitlab.create("Ti/16", **SMALL)
     assert isinstance(model, ViT)
-    return MaskedPatches(model)
+    return MaskedPatches(model, 512)
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {

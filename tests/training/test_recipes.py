@@ -10,7 +10,8 @@ from families import mostly_slow
 from vitlab.cost import cost
 from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
-from vitlab.models.variants import build, configure
+from vitlab.models.names import configure
+from vitlab.models.variants import build
 from vitlab.settings import from_json, to_json
 from vitlab.training.recipe import Recipe, change, is_settled, make_recipe, override, plain_from, resolve_length
 from vitlab.training.recipes import AUGREG, IMAGES, RECIPES, check_ready, command, find, length, operations, run_flops

@@ -29,9 +29,12 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc")  # in RuntimeErrors
 
 
-def verb(*examples: str) -> Callable[[Command], Command]:
-    """Register a function as a verb, with examples of its use at the end of its help."""
-    return app.command(cls=Verb, epilog="\n".join(examples))
+def verb(*examples: str, name: str | None = None) -> Callable[[Command], Command]:
+    """Register a function as a verb, with examples of its use at the end of its help.
+
+    Its name is the function's; one of two words, as in `vitlab bench compare`, is given.
+    """
+    return app.command(name, cls=Verb, epilog="\n".join(examples))
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 from typer import Argument
 
 from vitlab.cli.app import console, verb
-from vitlab.cli.options import Batch, Device, Run, Workers
+from vitlab.cli.options import Batch, Device, RunOrGuest, Workers, print_guest
 from vitlab.signals import stoppable
 
 
@@ -15,7 +15,7 @@ from vitlab.signals import stoppable
     "vitlab embed google/vit-base-patch16-224 oxford-pets pets.parquet",
 )
 def embed(
-    run: Run,
+    run: RunOrGuest,
     data: Annotated[
         str, Argument(metavar="DATA", help="A folder of photos, with class folders or without, or any data set.")
     ],
@@ -30,7 +30,11 @@ def embed(
     """
     with stoppable("stopped; the same command continues from there"):
         from vitlab.evaluation.embed import embed
+        from vitlab.weights.guests import open_measured
+        from vitlab.weights.open import is_guest
 
-        done = embed(run, data, out, batch=batch, workers=workers, device=device)
+        model = open_measured(run) if is_guest(run) else run
+        print_guest(model)
+        done = embed(model, data, out, batch=batch, workers=workers, device=device)
     left_out = f"; {len(done.broken)} could not be read" if done.broken else ""
     console.print(f"{done.images:,} images, {done.width} features each: {done.path}{left_out}", soft_wrap=True)

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     "vitlab fewshot google/vit-base-patch16-224 photos/ --shots 1,5 --seeds 5 --json fewshot.json",
     "vitlab fewshot runs/b16 oxford-pets --shots 10,all --l2 2^6,2^10,2^14",
     "vitlab fewshot vit.npz oxford-pets --resize 256  # as the authors",
+    "vitlab fewshot torchvision:resnet50:resnet50-11ad3fa6.pth oxford-pets",
 )
 def fewshot(
-    run: options.Run,
+    run: options.RunOrGuest,
     data: options.Data,
     shots: Annotated[str, Option(help="Training images per class; `all` is every one.")] = "1,5,10,25",
     l2: Annotated[str, Option(help="Penalties on the weights, 1024 or 2^10; each gets a row.")] = "2^10",
@@ -47,6 +48,7 @@ def fewshot(
     features = FeatureSet(run, data, keep=keep, batch=batch, workers=workers, device=device, resize=resize)
     classes = features.data.classes
     notes = check_shots(features.data.train.labels, features.data.test.labels, counts, classes)
+    options.print_guest(features.model)
     console.print(features.describe(), soft_wrap=True)
     with stoppable(options.describe_stop(features.keep)):
         train, test = features.extract(features.data.train, "train"), features.extract(features.data.test, "test")

@@ -6,6 +6,7 @@ Values of options are capitals (`--out PATH`, `--batch N`), flags have none. `-v
 import inspect
 import logging
 import typing
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from vitlab.terminal import Terminal
 
 GROUPS = {
     "Your photos": ("demo", "finetune", "predict", "serve", "report", "evaluate", "inspect", "embed", "search", "data"),
-    "Research": ("train", "recipes", "bench", "fewshot", "probe", "vtab", "models", "cost"),
+    "Research": (
+        *("train", "recipes", "bench", "bench compare", "fewshot", "probe", "vtab", "study", "transfer", "results"),
+        *("models", "cost"),
+    ),
     "Tools": ("export", "convert"),
 }
 METAVARS = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
@@ -63,6 +67,10 @@ class Verbs(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, take_verbose(args))
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """The verb that the words begin with; its name may be two of them."""
+        return super().resolve_command(ctx, join_name(args, self.commands))
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         terminal = Terminal()
         with terminal.capture() as page:
@@ -79,6 +87,12 @@ class Verbs(TyperGroup):
 
 
 # ---- what is typed
+
+
+def join_name(args: list[str], names: Container[str]) -> list[str]:
+    """The words with the first two as one where they are the name of a verb: bench compare."""
+    both = " ".join(args[:2])
+    return [both, *args[2:]] if both in names else args
 
 
 def take_verbose(args: list[str]) -> list[str]:

@@ -25,6 +25,8 @@ def key_values(help: str) -> Any:
 
 RUN = "A run folder, a file of weights or a hub id."
 Run = Annotated[str, Argument(metavar="RUN", help=RUN)]
+GUEST = f"{RUN[:-1]}; or torchvision:NAME:FILE, a guest."
+RunOrGuest = Annotated[str, Argument(metavar="RUN", help=GUEST)]
 Data = Annotated[str, Argument(metavar="DATA", help="A folder with one folder per class, or any other data set.")]
 RecipeSettings = Annotated[KeyValues, key_values("Settings of the recipe: lr=0.001 epochs=5 mixup=0.2 ...")]
 Out = Annotated[Path, Option("--out", help="The run's folder.")]
@@ -119,6 +121,17 @@ def write_numbers(notes: list[str], path: Path | None, numbers: dict[str, Any]) 
     if path is not None:
         write_text(path, json.dumps(numbers | {"notes": notes}, indent=2) + "\n")
         console.print(f"the numbers are in {path}", soft_wrap=True)
+
+
+def print_guest(model: object) -> None:
+    """Label a guest as one, before the numbers."""
+    from vitlab.models.guest import Guest
+
+    if isinstance(model, Guest):
+        size = model.config.image_size
+        console.remark(
+            "guest", f"{model.title}; images of {size[0]}x{size[1]} pixels, preprocessed as torchvision does"
+        )
 
 
 def describe_stop(keep: Path | None) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     "vitlab probe runs/b16 cifar100 --l2 0.0001,0.001,0.01 --k 5,20,200",
 )
 def probe(
-    run: options.Run,
+    run: options.RunOrGuest,
     data: options.Data,
     l2: Annotated[
         str, Option(help="Penalties to choose from on validation images; a single one is used as it is.")
@@ -58,6 +58,7 @@ def probe(
         fewshot.check_shots(d.train.labels, own.labels, classes=d.classes, split="validation")
     torch_device = pick_device(device)
     torch_device = pick_device("cpu") if torch_device.type == "mps" else torch_device  # MPS has no float64
+    options.print_guest(features.model)
     console.print(features.describe(), soft_wrap=True)
     with stoppable(options.describe_stop(features.keep)):
         train, test = features.extract(d.train, "train"), features.extract(d.test, "test")

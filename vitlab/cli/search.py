@@ -7,7 +7,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from vitlab.cli.app import console, verb
-from vitlab.cli.options import Device, Run, numbers
+from vitlab.cli.options import Device, RunOrGuest, numbers
 from vitlab.signals import stoppable
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     "vitlab search runs/pets cat.jpg --in photos.parquet --top 50 --out similar.csv --sheet similar.png",
 )
 def search(
-    run: Run,
+    run: RunOrGuest,
     image: Annotated[str, Argument(metavar="PHOTO", help="An image file.")],
     index: Annotated[Path, Option("--in", metavar="FILE", help="Features that `vitlab embed` wrote with this model.")],
     top: Annotated[int, Option(min=1, help="Images to find.")] = 10,

@@ -9,7 +9,8 @@ from vitlab.data.summary import class_warnings
 from vitlab.device import pick_device
 from vitlab.errors import UserError
 from vitlab.finetuning.budget import BATCH, MINUTES
-from vitlab.models.variants import Model, name_of
+from vitlab.models.names import name_of
+from vitlab.models.variants import Model
 from vitlab.text import counted, duration
 from vitlab.training.auto import LORA_TUNING, machine
 from vitlab.training.first_weights import find_weights
@@ -71,6 +72,8 @@ def make_plan(
     weights, model = found.name, found.model
     if weights is None or model is None:
         return None
+    if asked.new_positions:
+        raise UserError("the first stage has no use for positions that are yet to be learned; add --paper, one stage")
     keys = {pair.partition("=")[0] for pair in pairs}
     name = name_of(model.config) or "B/16"
     size = asked.image_size if "image_size" in keys else model.config.image_size

@@ -52,9 +52,7 @@ def positions_figure(similarity: Floats) -> "Figure":
     h, w = similarity.shape[:2]
     step = -(-max(h, w) // MOST)
     rows, columns = range(0, h, step), range(0, w, step)
-    mosaic = np.full((len(rows) * (h + 1) - 1, len(columns) * (w + 1) - 1), np.nan)
-    for i, j in np.ndindex(len(rows), len(columns)):
-        mosaic[i * (h + 1) :, j * (w + 1) :][:h, :w] = similarity[rows[i], columns[j]]
+    mosaic = similarity_mosaic(similarity)
     with drawing():
         down, across = mosaic.shape
         cell = max(3 / DPI, min(5.4 / across, 8 / down))  # inches; three pixels at least
@@ -71,6 +69,16 @@ def positions_figure(similarity: Floats) -> "Figure":
         axes.set(xlabel="patch column", ylabel="patch row")
         figure.colorbar(shown, ax=axes, label="cosine similarity", aspect=30, pad=0.05 * max(1, down / across))
     return figure
+
+
+def similarity_mosaic(similarity: Floats) -> Floats:
+    """Grids (h, w, h, w) side by side as one array, lines of nan between them; of many, every second, third ..."""
+    h, w = similarity.shape[:2]
+    shown = similarity[:: -(-max(h, w) // MOST), :: -(-max(h, w) // MOST)]
+    mosaic = np.full((len(shown) * (h + 1) - 1, shown.shape[1] * (w + 1) - 1), np.nan)
+    for i, j in np.ndindex(shown.shape[:2]):
+        mosaic[i * (h + 1) :, j * (w + 1) :][:h, :w] = shown[i, j]
+    return mosaic
 
 
 def distance_figure(distance: Floats, images: int, even: float, axial: bool = False) -> "Figure":

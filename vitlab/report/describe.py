@@ -2,7 +2,7 @@
 
 from vitlab.data.transforms import Augment
 from vitlab.models.config import ModelConfig, ResNetConfig
-from vitlab.models.variants import name_of
+from vitlab.models.names import name_of
 from vitlab.text import duration
 from vitlab.training.recipe import Recipe
 from vitlab.training.stages import Stages

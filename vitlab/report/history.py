@@ -65,7 +65,7 @@ def read_history(folder: Path) -> History:
 def parse_history(stored: StoredRun, records: list[dict[str, Any]]) -> History:
     steps = [record for record in records if "loss" in record]
     split = "validation" if any("validation" in record for record in records) else "test"
-    tests = [record for record in records if split in record]
+    tests = [record for record in records if split in record] if has_metric(stored.recipe) else []
     speeds = [record_field(record, "speed") for record in records if "speed" in record]
     averaged = all("ema" in record for record in tests) and tests
     metric = "map" if tests and "map" in record_field(tests[0], split) else "accuracy"
@@ -83,6 +83,11 @@ def parse_history(stored: StoredRun, records: list[dict[str, Any]]) -> History:
         training_seconds(speeds, stored.recipe.batch),
         float(np.median(column(speeds, "images_per_second"))) if speeds else 0.0,
     )
+
+
+def has_metric(recipe: Recipe) -> bool:
+    """Whether a run's evaluations have a share of right answers; pixels that are predicted have a loss alone."""
+    return recipe.objective != "masked" or recipe.masked_target != "pixels"
 
 
 def column(records: list[dict[str, Any]], key: str, kind: type = np.float64) -> Any:

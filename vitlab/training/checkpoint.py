@@ -54,8 +54,13 @@ class CheckpointMeta:
 # ---- the state as one flat table of named tensors
 
 
-def collect_state(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
-    """Everything that training changes, by name: model/..., optimizer/..., ema/...; nothing is copied."""
+Scales = Mapping[str, Tensor]  # of products in 8 bits, by the names of layers
+
+
+def collect_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None, scales: Scales | None = None
+) -> dict[str, Tensor]:
+    """Everything that training changes, by name: model/..., optimizer/..., ema/..., fp8/...; nothing is copied."""
     state = {f"model/{name}": tensor for name, tensor in own_state(module).items()}
     for name, p in module.named_parameters():
         for key, value in optimizer.state.get(p, {}).items():
@@ -63,10 +68,13 @@ def collect_state(module: nn.Module, optimizer: torch.optim.Optimizer, average: 
                 state[f"optimizer/{name}/{key}"] = value
     if average is not None:
         state |= {f"ema/{name}": tensor for name, tensor in average.weights.items()}
+    state |= {f"fp8/{name}": tensor for name, tensor in (scales or {}).items()}
     return {key: tensor.detach() for key, tensor in state.items()}
 
 
-def expected_state(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
+def expected_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None, scales: Scales | None = None
+) -> dict[str, Tensor]:
     """For every name that a state may have, the tensor it is copied to or, of an optimizer, belongs to."""
     matrices = hidden_matrices(module) if isinstance(optimizer, Muon) else {}
     adam = isinstance(optimizer, torch.optim.AdamW | Muon)
@@ -74,15 +82,20 @@ def expected_state(module: nn.Module, optimizer: torch.optim.Optimizer, average:
     for name, p in module.named_parameters():
         fields = ("step", "exp_avg", "exp_avg_sq") if adam and name not in matrices else ("momentum_buffer",)
         expected |= {f"optimizer/{name}/{field}": p for field in fields}
+    expected |= {f"fp8/{name}": tensor for name, tensor in (scales or {}).items()}
     return expected | {f"ema/{name}": tensor for name, tensor in (average.weights if average else {}).items()}
 
 
 @torch.no_grad()
 def restore_state(
-    state: dict[str, Tensor], module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None
+    state: dict[str, Tensor],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: Average | None,
+    scales: Scales | None = None,
 ) -> None:
-    """Copy a state into a module, its optimizer and its average; raises UserError unless it fits them."""
-    expected = expected_state(module, optimizer, average)
+    """Copy a state into a module, its optimizer, average and scales; raises UserError unless it fits them."""
+    expected = expected_state(module, optimizer, average, scales)
     check_state(state, expected)
     for key, tensor in state.items():
         target = expected[key]
@@ -103,7 +116,7 @@ def check_state(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         if not fits or not tensor.is_floating_point():
             raise UserError(f"the checkpoint's tensor '{key[:100]}' does not belong to this run's model")
     trained = {key.rpartition("/")[0] for key in state if key.startswith("optimizer/")}
-    needed = (key for key in expected if key.startswith("model/") or key.rpartition("/")[0] in trained)
+    needed = (key for key in expected if key.startswith(("model/", "fp8/")) or key.rpartition("/")[0] in trained)
     missing = [key for key in needed if key not in state]
     if missing:
         raise UserError(f"the checkpoint lacks {len(missing)} tensors of this run's model, such as '{missing[0]}'")

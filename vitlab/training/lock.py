@@ -20,6 +20,12 @@ from vitlab.training.parallel import Cluster
 
 NAME = ".lock"
 HELD = (errno.EACCES, errno.EAGAIN)
+
+
+class Held(UserError):
+    """A folder that another process has locked, or this one."""
+
+
 own_folders: set[str] = set()  # locked by this process: the system would let it lock them again
 
 
@@ -33,7 +39,7 @@ def run_lock(out: Path, cluster: Cluster) -> Iterator[None]:
 
 @contextmanager
 def folder_lock(out: Path) -> Iterator[None]:
-    """Lock a folder for this process; raises UserError where it is locked already."""
+    """Lock a folder for this process; raises Held where it is locked already."""
     try:
         import fcntl
     except ImportError:
@@ -44,7 +50,7 @@ def folder_lock(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         place = str(out.resolve())
         if place in own_folders:  # before the file is opened: closing it would drop the lock this process holds
-            raise UserError(f"this process trains in {out} already; choose another --out")
+            raise Held(f"this process trains in {out} already; choose another --out")
         handle = os.open(out / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     with os.fdopen(handle, "r+b", buffering=0) as file:
         try:
@@ -53,7 +59,7 @@ def folder_lock(out: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in HELD:
                 holder = describe_holder(file.read(4096))
-                raise UserError(f"{out} is in use by {holder}; wait for it, or stop it") from None
+                raise Held(f"{out} is in use by {holder}; wait for it, or stop it") from None
             warn(f"files in {out} cannot be locked ({error.strerror}): make sure that nothing else trains there")
         with disk_errors(out):
             file.truncate()

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from vitlab.device import QUEUED, synchronize
 from vitlab.errors import UserError
 from vitlab.text import duration
 from vitlab.training import checkpoint
-from vitlab.training.bench import QUEUED, synchronize
 from vitlab.training.recipe import Recipe, evaluations, settle
 from vitlab.training.setup import RunSetup, settle_run
 from vitlab.training.trainer import Trainer

@@ -16,13 +16,14 @@ from vitlab.errors import UserError
 from vitlab.models.config import LARGEST_SIDE, MOST_WIDTH, ImageSize, Preprocess, Size, ViTConfig
 from vitlab.settings import RATE, Range, Setting, annotations, check_all, check_types, describe, parse_settings, to_json
 from vitlab.text import listed
-from vitlab.training.masked import Masking
+from vitlab.training.masked import CORRUPTED, Masking
 from vitlab.training.objectives import SIGMOID_BIAS, ObjectiveName
 from vitlab.training.optim import Decay, OptimizerName
 from vitlab.training.parallel import Parallel
+from vitlab.training.patch_targets import TargetName
 from vitlab.weights.lora import LARGEST_ALPHA
 
-Precision = Literal["auto", "float32", "bfloat16", "float64"]
+Precision = Literal["auto", "float32", "bfloat16", "float64", "fp8"]
 Compile = Literal["auto", "yes", "no"]
 Freeze = Literal["none", "body"]
 Head = Literal["auto", "new", "keep"]
@@ -53,8 +54,17 @@ class Recipe:
     small_start: Annotated[float, RATE, "share of the run, at its start, with images of small_size"] = 0.5
     weights: Annotated[str | None, "weights to start from, as vitlab.load takes them; none: fresh"] = None
     head: Annotated[Head, "of the weights: auto keeps it if its classes have the data's names; new: zeros"] = "auto"
+    new_positions: Annotated[
+        bool, "draw the weights' positions anew for image_size, to be learned again, and do not resample them"
+    ] = False
     objective: Annotated[ObjectiveName, "loss: softmax, sigmoid, or masked patch prediction"] = "softmax"
-    masking: Annotated[Masking, "masked patches: a coin for each, or exactly half of every image's"] = "coin"
+    masked_target: Annotated[
+        TargetName, "masked patches: predict the mean color in 3 bits, 4x4 such colors, or the pixels by least squares"
+    ] = "mean"
+    corruption: Annotated[float, Range(0.01, 1), "masked patches: the share that is corrupted and predicted"] = (
+        CORRUPTED
+    )
+    masking: Annotated[Masking, "masked patches: a coin for each, or exactly that share of every image's"] = "coin"
     head_bias: Annotated[float, Range(), "bias of a fresh head with objective=sigmoid"] = SIGMOID_BIAS
     teacher: Annotated[str | None, "weights whose answers are learned, as vitlab.load takes them; none: labels"] = None
     teacher_share: Annotated[float, Range(0, 1), "share of its probabilities in the loss; the rest: labels"] = 1.0
@@ -114,7 +124,7 @@ class Recipe:
     # how it runs
     seed: Annotated[int, Range(0), "every random number follows from it"] = 0
     device: Annotated[str, "auto, cpu, cuda, cuda:1 or mps"] = "auto"
-    precision: Annotated[Precision, "auto: mixed bfloat16 where the GPU has it"] = "auto"
+    precision: Annotated[Precision, "auto: mixed bfloat16 where the GPU has it; fp8: with MLPs in 8 bits"] = "auto"
     compile: Annotated[Compile, "torch.compile; auto: on a GPU"] = "auto"
     cuda_graph: Annotated[
         bool, "on one GPU without micro-batches, the step as a CUDA graph, but SGD's: for small models"
@@ -146,6 +156,9 @@ class Recipe:
             raise UserError(f"lora={self.lora} freezes the body already and learns its updates; leave freeze='body'")
         if self.lora and self.objective == "masked":
             raise UserError(f"masked patch prediction trains the body itself; leave lora={self.lora}")
+        if self.new_positions and (self.lora or self.freeze == "body"):
+            frozen = f"lora={self.lora}" if self.lora else "freeze=body"
+            raise UserError(f"new_positions=true has positions to learn, and {frozen} freezes them; leave one of them")
         if self.small_size is not None:
             self.check_small_size(self.small_size)
         if self.teacher is not None:

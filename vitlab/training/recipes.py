@@ -15,7 +15,7 @@ from vitlab.cost import BACKWARD, forward_flops
 from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess
-from vitlab.models.variants import SIZES, configure
+from vitlab.models.names import SIZES, configure
 from vitlab.settings import parse_settings
 from vitlab.text import counted
 from vitlab.training.recipe import Recipe, change, is_settled, keys, make_recipe, override
@@ -112,7 +112,7 @@ def pretraining() -> Iterator[tuple[str, Entry]]:
                 recipe = change(start, model=model, epochs=epochs, lr=lr, prelogits=hidden(model), **fresh(model))
                 suffix = f"-{epochs}" if len(lengths) > 1 else ""
                 yield f"{model}-{name}{suffix}", Entry(recipe, about, "paper")
-    masked = vary(base, "objective=masked masking=half steps=1000000 lr=2e-4 decay=cosine gelu=tanh init=lecun")
+    masked = vary(base, "objective=masked masking=exact steps=1000000 lr=2e-4 decay=cosine gelu=tanh init=lecun")
     yield "B/16-masked-jft", Entry(masked, "masked patch prediction, the paper's appendix", "paper")
 
 
@@ -216,6 +216,17 @@ PHOTOS = vary(
     "data=oxford-pets image_size=96 epochs=40 batch=128 lr=5e-4 warmup=100 weight_decay=0.05 ema=0.99 area=0.3,1 "
     "randaugment=2,9 mixup=0.2 label_smoothing=0.1 compile=no",
 )
+# the runs of the studies: as plain as the paper's, and the same for every model that is compared
+STUDY = made(
+    "model=Ti/8 data=zh-plus/tiny-imagenet image_size=64 steps=5000 batch=256 lr=0.001 warmup=500 weight_decay=0.1 "
+    "clip=1 area=0.3,1 validation=0 cuda_graph=true checkpoint_every=2500 log_every=50",
+    preprocess=Preprocess(crop=1.0),
+)
+STUDY_FINETUNE = vary(
+    STUDY,
+    "data=oxford-pets steps=500 optimizer=sgd lr=0.03 warmup=50 weight_decay=0 head=new compile=no cuda_graph=false "
+    "checkpoint_every=250",
+)
 SMALL_SET = made(
     "model=Ti/16 data=oxford-pets epochs=5 batch=32 optimizer=sgd lr=0.01 warmup=50 decay=cosine clip=1 area=0.3,1"
 )
@@ -234,6 +245,9 @@ def lab() -> Iterator[tuple[str, Entry]]:
     yield "pets-96", Entry(PHOTOS, f"37 breeds {about}", "lab", time=took, expect="63 %, from scratch 9 %")
     longer = change(PHOTOS, data="flowers102", epochs=80)
     yield "flowers-96", Entry(longer, f"102 flowers {about}", "lab", time=took, expect="69 %, from scratch 22 %")
+    yield "study", Entry(STUDY, "pre-training in `vitlab study`: short and plain, for comparisons", "lab")
+    about = "fine-tuning in `vitlab study`, the paper's at a small size"
+    yield "study-finetune", Entry(STUDY_FINETUNE, about, "lab")
     yield "pets", Entry(SMALL_SET, "37 breeds, from weights, minutes on a CPU", "lab", finetune=True)
     flowers = change(SMALL_SET, data="flowers102", epochs=15)
     yield "flowers", Entry(flowers, "102 flowers, from weights, minutes on a CPU", "lab", finetune=True)

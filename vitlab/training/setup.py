@@ -21,6 +21,7 @@ from vitlab.errors import UserError
 from vitlab.files import atomic_file, check_folder
 from vitlab.models.config import RATES, ModelConfig, Preprocess, ResNetConfig
 from vitlab.models.meta import meta_model
+from vitlab.models.positions import renew_positions
 from vitlab.models.shown import shown_config
 from vitlab.models.variants import Model, build, create
 from vitlab.models.vit import ViT, lecun_normal
@@ -276,6 +277,8 @@ def initial_model(recipe: Recipe, data: Data, start: str | Path | None = None) -
     is_masked = recipe.objective == "masked"
     weights = recipe.weights if start is None else start
     if weights is None:
+        if recipe.new_positions:
+            raise UserError("without weights all positions are new; leave new_positions, or name weights=")
         classes = 0 if is_masked else len(data.classes)
         model = create(recipe.model, image_size=recipe.image_size, classes=classes, **recipe.model_settings)
         if recipe.init == "lecun" and isinstance(model, ViT):  # a ResNet's convolutions are drawn so anyway
@@ -287,6 +290,8 @@ def initial_model(recipe: Recipe, data: Data, start: str | Path | None = None) -
         loaded = load(weights, classes=0 if is_masked else None, image_size=recipe.image_size)
         loaded = loaded if is_masked else choose_head(loaded, recipe, data.classes)
         model, preprocess = with_rates(loaded, recipe), recipe.preprocess or loaded.card.preprocess
+        if recipe.new_positions:
+            renew_positions(model)
     if recipe.objective == "sigmoid" and model.head is not None and not model.head.weight.any():  # a fresh head
         start_sigmoid(model.head, recipe.head_bias)
         if data.is_multi_label:
@@ -353,7 +358,8 @@ def choose_micro(setup: RunSetup, cluster: Cluster, core: nn.Module, *, bf16: bo
     image = cost(lambda: build(setup.config)).activation_bytes * (1 if bf16 else 2)
     if setup.teacher is not None:  # it is done before the model begins
         image = max(image, image_bytes(setup.teacher, bf16=bf16))
-    state = 16 * sum(p.numel() for p in core.parameters())  # gradient, two moments and an average, float32
+    # gradient, two moments and an average, float32; in mixed precision weights and gradients in bfloat16 too
+    state = (20 if bf16 else 16) * sum(p.numel() for p in core.parameters())
     return fit_micro(share, image, state, free_bytes(cluster.device))
 
 

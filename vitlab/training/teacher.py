@@ -193,7 +193,7 @@ def with_features(student: Model | MaskedPatches, images: Tensor, *rest: Any) ->
     """A student's output and its features (B, D): of masked patches, those of the corrupted image."""
     if isinstance(student, MaskedPatches):
         tokens = student.tokens(images, *rest)
-        return student.colors(tokens), student.vit.pool_tokens(tokens)
+        return student.predict(tokens), student.vit.pool_tokens(tokens)
     features = student.features(images)
     return (features if student.head is None else student.head(features)), features
 

@@ -21,6 +21,8 @@ from vitlab.data.rng import keys
 from vitlab.device import has_bf16, out_of_memory
 from vitlab.errors import UserError
 from vitlab.evaluation.multi_label import EVEN
+from vitlab.kernels.fp8 import has_float8
+from vitlab.kernels.install import use_kernels
 from vitlab.models.config import Size, ViTConfig
 from vitlab.models.shown import show
 from vitlab.models.variants import Model, build
@@ -34,30 +36,36 @@ from vitlab.training.masked import MaskedPatches, PatchPrediction
 from vitlab.training.objectives import LOSSES, Classification, MultiLabel, Objective, blank_batch, measure_sums
 from vitlab.training.optim import Average, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from vitlab.training.parallel import Cluster, gather_full, gradient_sync, wrap_module
+from vitlab.training.patch_targets import make_target
 from vitlab.training.recipe import plain_from, small_until
 from vitlab.training.setup import RunSetup, choose_micro, divisors, make_loaders
 from vitlab.training.teacher import Distillation, Mapped, Teacher, feature_width, make_lesson
+from vitlab.training.working_copy import WorkingCopy
 
 
 class Trainer:
     """What one process trains: the model, its objective, the optimizer, the averaged weights and the data.
 
-    `core` is the module with plain parameter names; `module` is what a step calls, the same module or a wrapper
-    around it that shares gradients with other processes. `restored` describes the checkpoint it starts from.
+    `core` is the module with plain parameter names that the optimizer changes; `module` is what a step calls: the
+    same module, a wrapper around it that shares gradients with other processes, or its `working` copy in bfloat16.
+    `restored` describes the checkpoint it starts from.
     """
 
     def __init__(self, setup: RunSetup, cluster: Cluster) -> None:
         r = setup.recipe
         self.setup, self.recipe, self.cluster = setup, r, cluster
         self.steps = r.steps or 0
-        self.bf16 = r.precision == "bfloat16" or (r.precision == "auto" and has_bf16(cluster.device))
+        self.bf16 = r.precision in ("bfloat16", "fp8") or (r.precision == "auto" and has_bf16(cluster.device))
         self.dtype = torch.float64 if r.precision == "float64" else torch.float32
         compiled = r.compile == "yes" or (r.compile == "auto" and cluster.device.type == "cuda")
         self.core, self.objective = self.make_core()
         self.size = setup.config.image_size  # of the images it trains on
         self.compiled = compiled
         self.lesson = self.make_lesson()
-        self.module = wrap_module(self.core, cluster, recompute=r.recompute, compiled=compiled, parallel=r.parallel)
+        self.working = self.make_working_copy()
+        inner = self.core if self.working is None else self.working.module
+        use_kernels(inner, compiled=compiled)
+        self.module = wrap_module(inner, cluster, recompute=r.recompute, compiled=compiled, parallel=r.parallel)
         betas, capturable = (r.beta1, r.beta2), r.cuda_graph and self.is_one_gpu
         self.optimizer = make_optimizer(
             self.core,
@@ -91,8 +99,9 @@ class Trainer:
         if r.objective == "masked":  # never with a frozen body
             if not isinstance(model, ViT) or not isinstance(config, ViTConfig):
                 raise UserError(f"masked patch prediction needs a transformer, and {r.model} is a ResNet")
-            objective = PatchPrediction(self.setup.preprocess, r.seed, config.grid, config.stride, r.masking)
-            return self.with_map(MaskedPatches(model)).to(device, dtype), objective
+            target = make_target(r.masked_target, self.setup.preprocess, config)
+            objective = PatchPrediction(target, r.seed, config.grid, r.masking, r.corruption)
+            return self.with_map(MaskedPatches(model, target.outputs)).to(device, dtype), objective
         if r.freeze == "body":
             for name, p in model.named_parameters():
                 p.requires_grad_(name.startswith("head."))
@@ -110,6 +119,15 @@ class Trainer:
         if teacher is None or not self.recipe.teacher_features:
             return student
         return Mapped(student, feature_width(teacher))
+
+    def make_working_copy(self) -> WorkingCopy | None:
+        """What computes in mixed precision; raises UserError where products in 8 bits are not possible."""
+        float8, device = self.recipe.precision == "fp8", self.cluster.device
+        if float8 and not self.uses_working_copy:
+            raise UserError("precision=fp8 is for a transformer in one process; use precision=bfloat16")
+        if float8 and device.type == "cuda" and not has_float8(device):
+            raise UserError("precision=fp8, and this GPU has no products in 8 bits; use precision=bfloat16")
+        return WorkingCopy(self.core, float8=float8) if self.uses_working_copy else None
 
     def make_lesson(self) -> Distillation | None:
         """What the run learns from its teacher, which is complete on every device; None without one."""
@@ -137,8 +155,9 @@ class Trainer:
                 warn(f"skipped the checkpoint {reason}")
         from vitlab.training.sharded import read_state  # takes a while
 
-        trained = self.core, self.optimizer, self.average
+        trained = self.core, self.optimizer, self.average, self.scales()
         checkpoint.restore_state(read_state(found.folder, checkpoint.expected_state(*trained)), *trained)
+        self.refresh()
         self.cluster.barrier()
         if self.cluster.first:
             checkpoint.remove_leftovers(checkpoint.last_checkpoint(self.setup.out), found.folder)
@@ -146,7 +165,8 @@ class Trainer:
 
     def rewind(self, state: dict[str, Tensor], setup: RunSetup) -> None:
         """Go back to `state`, that of before the first step, with the optimizer's empty; from then on train `setup`."""
-        checkpoint.restore_state(state, self.core, self.optimizer, self.average)
+        checkpoint.restore_state(state, self.core, self.optimizer, self.average, self.scales())
+        self.refresh()
         if self.graphed is None:
             self.optimizer.state.clear()
         else:  # a recorded step refers to these very tensors; zeros are what they start as
@@ -206,13 +226,15 @@ class Trainer:
                 torch.cuda.synchronize()  # it may be running
             self.size, self.graphed = size, None
             self.lesson = self.make_lesson()
-        show(self.model, size)
+        show(self.model if self.working is None else unwrap(self.working.module), size)
 
     def backward(self, batch: Batch, step: int) -> Tensor:
         """Add a micro-batch's share to the gradients; return its share of the loss."""
         with self.autocast():
             loss = (self.lesson or self.objective).loss(self.module, batch, step) / self.parts
         loss.backward()
+        if self.working is not None:
+            self.working.move_gradients()
         return loss.detach()
 
     def optimizer_step(self) -> Tensor:
@@ -220,9 +242,21 @@ class Trainer:
         norm = clip_gradients(self.core.parameters(), self.recipe.clip)
         self.is_updating = True
         self.optimizer.step()
+        if self.working is not None:
+            self.working.follow(self.parts)
         self.is_updating = False
         self.optimizer.zero_grad()
         return norm
+
+    def refresh(self) -> None:
+        """Let what a step calls have the weights of `core`."""
+        if self.working is not None:
+            self.working.refresh()
+
+    @property
+    def uses_working_copy(self) -> bool:
+        """In one process: several exchange gradients in float32, which a copy in bfloat16 does not have."""
+        return self.bf16 and self.cluster.world == 1 and isinstance(self.model, ViT)
 
     def learning_rate(self, step: int) -> float:
         r = self.recipe
@@ -280,6 +314,7 @@ class Trainer:
         self.micro = smaller[0]
         self.graphed = None
         self.optimizer.zero_grad()
+        self.module.zero_grad()
         self.batches = self.batches_from(step)
         for loader in self.eval_loaders.values():
             loader.shrink(2 * self.micro)
@@ -312,6 +347,7 @@ class Trainer:
     def measure(self, split: str) -> list[float]:
         """The objective's sums on a split, every image that can be read counted once over all processes."""
         self.module.eval()
+        self.core.eval()
         show(self.model, self.setup.config.image_size)
         loader = self.eval_loaders[split]
         most = -(-len(loader.source) // self.cluster.world)  # images of the process that has most
@@ -348,18 +384,26 @@ class Trainer:
     @property
     def model(self) -> Model:
         """The run's product, inside of what learns."""
-        inside = self.core.student if isinstance(self.core, Mapped) else self.core
-        return cast(Model, inside.vit if isinstance(inside, MaskedPatches) else inside)
+        return unwrap(self.core)
 
     def state(self) -> dict[str, Tensor]:
         """All tensors that a checkpoint holds, by name; nothing is copied."""
-        return checkpoint.collect_state(self.core, self.optimizer, self.average)
+        return checkpoint.collect_state(self.core, self.optimizer, self.average, self.scales())
+
+    def scales(self) -> dict[str, Tensor]:
+        return {} if self.working is None else self.working.scales()
 
     def final_weights(self) -> dict[str, Tensor]:
         """The model's weights, or its low-rank updates, on the CPU, unsharded, and averaged if the run averages."""
         with self.average.swap_in() if self.average is not None else nullcontext():
             state = own_state(self.model).items()
             return {name: gather_full(tensor).detach().cpu().clone() for name, tensor in state}
+
+
+def unwrap(core: nn.Module) -> Model:
+    """The model inside of a module that learns."""
+    inside = core.student if isinstance(core, Mapped) else core
+    return cast(Model, inside.vit if isinstance(inside, MaskedPatches) else inside)
 
 
 def dropout_seed(*parts: int) -> int:

@@ -1,0 +1,326 @@
+"""Studies: what is asked, jobs that are run once, errors, tables; and every study of the catalog as data."""
+
+import csv
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from vitlab.cli import main
+from vitlab.errors import UserError
+from vitlab.evaluation.features import FeatureSet
+from vitlab.evaluation.fewshot import few_shot
+from vitlab.plots.studies import Dots, dots_figure
+from vitlab.studies.catalog import STUDIES, count_runs, find_study
+from vitlab.studies.place import Place
+from vitlab.studies.request import Request, make_request, merge, slug
+from vitlab.studies.run import all_rows, run_study
+from vitlab.studies.study import FewShot, Measure, Number, Row, Study, Train, in_order
+from vitlab.studies.table import Table, comma_separated, make_table, markdown
+from vitlab.training.lock import folder_lock
+from vitlab.training.loop import train
+from vitlab.training.recipe import override
+from vitlab.training.recipes import find
+
+QUIET = Console(quiet=True)
+TINY = ("steps=2", "batch=8", "depth=1", "device=cpu", "subset=0.05")
+calls: list[str] = []
+
+
+# ---- a small study of our own
+
+
+def rows(ask: Request, seed: int) -> Iterator[Row]:
+    for rate in (0.0, 0.2):
+        run = ask.pretrain(f"dropout-{rate:g}", seed, dropout=rate)
+        count = Measure(f"{run.name}-count", (run,), count_files, "ls {0}")
+        numbers = ask.few_shots(run)
+        numbers |= {"accuracy": Number(run, "accuracy"), "files": Number(count, "files", "")}
+        yield Row(f"dropout-{rate:g}", {"dropout": f"{rate:g}"}, numbers, run, {"theirs": 0.5})
+
+
+def count_files(runs: tuple[Path, ...], folder: Path) -> Mapping[str, float]:
+    calls.append(folder.name)
+    (folder / "note.txt").write_text("kept")
+    return {"files": float(len(list(runs[0].iterdir())))}
+
+
+def draw(table: Table) -> Any:
+    return dots_figure(
+        [Dots("", "", [line.name for line in table.lines], [line.values["accuracy"] for line in table.lines])]
+    )
+
+
+SMALL = Study("dropout", "does dropout help?", "nowhere", rows, draw, seeds=2)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Request, Table]:
+    out, request = tmp_path_factory.mktemp("study") / "out", make_request(SMALL, ("seeds=2", *TINY), quick=True)
+    table, failed = run_study(SMALL, request, out, console=QUIET)
+    assert not failed
+    return out, request, table
+
+
+def test_a_study_leaves_a_table_a_figure_and_a_page(finished: tuple[Path, Request, Table]) -> None:
+    out, _, table = finished
+    assert {"table.csv", "table.md", "figure.png", "figure.svg", "study.html", "study.json"} <= {
+        p.name for p in out.iterdir()
+    }
+    assert [line.seeds for line in table.lines] == [2, 2]
+    page = (out / "study.html").read_text()
+    assert "proves nothing" in page
+    assert "no claim is drawn from a difference smaller than it" in page
+    assert "vitlab train study" in page
+    assert "paper: theirs" in page
+    assert not re.search(r"(src|href)=\"(?!data:)", page)  # nothing is loaded from elsewhere
+
+
+def test_numbers_are_means_over_seeds(finished: tuple[Path, Request, Table]) -> None:
+    out, _, _ = finished
+    with (out / "table.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    for line in lines:
+        stored = [json.loads((out / f"jobs/{line['row']}-seed-{s}/result.json").read_text()) for s in (0, 1)]
+        values = [each["numbers"]["accuracy"] for each in stored]
+        assert float(line["accuracy mean"]) == pytest.approx(np.mean(values))
+        assert float(line["accuracy std"]) == pytest.approx(abs(values[0] - values[1]) / 2**0.5)  # of two
+        assert int(line["accuracy n"]) == 2
+        assert (line["steps"], line["batch"], line["paper theirs"]) == ("2", "8", "0.5")
+        assert int(line["images"]) == stored[0]["about"]["images"] > 0
+
+
+def test_finished_jobs_are_not_repeated(finished: tuple[Path, Request, Table]) -> None:
+    out, request, table = finished
+    before, done = {p: p.stat().st_mtime_ns for p in out.glob("jobs/*/result.json")}, len(calls)
+    again, _ = run_study(SMALL, request, out, console=QUIET)
+    assert {p: p.stat().st_mtime_ns for p in out.glob("jobs/*/result.json")} == before
+    assert len(calls) == done
+    assert comma_separated(again) == comma_separated(table)
+
+
+def test_a_row_equals_the_single_commands(finished: tuple[Path, Request, Table], tmp_path: Path) -> None:
+    """The command that is stored with a run, by the functions of the verbs."""
+    out, _, _ = finished
+    stored = json.loads((out / "jobs/dropout-0.2-seed-1/result.json").read_text())
+    _, verb, recipe, *words = stored["command"].split()
+    assert verb == "train"
+    report = train(override(find(recipe).recipe, words[: words.index("--out")]), tmp_path / "run", console=QUIET).report
+    assert report == stored["numbers"]
+    features = FeatureSet(str(tmp_path / "run"), "digits", keep=tmp_path / "features", device="cpu")
+    sets = [features.extract(source, "") for source in (features.data.train, features.data.test)]
+    (found,) = few_shot(*sets, shots=(5,), seeds=3)
+    few = json.loads((out / "jobs/dropout-0.2-seed-1-5-shot-digits/result.json").read_text())
+    assert found.mean == few["numbers"]["accuracy"]
+
+
+def test_other_settings_need_another_folder(finished: tuple[Path, Request, Table]) -> None:
+    out, _, _ = finished
+    other = make_request(SMALL, ("seeds=2", *TINY, "lr=0.1"), quick=True)
+    with pytest.raises(UserError, match=r"was begun with settings .*another --out"):
+        run_study(SMALL, other, out, console=QUIET)
+    more = make_request(SMALL, ("seeds=2", *TINY, "log_every=1"), quick=True)  # the same numbers
+    run_study(SMALL, more, out, console=QUIET)
+    with pytest.raises(UserError, match="holds the study 'dropout'"):
+        run_study(find_study("positions"), make_request(find_study("positions"), quick=True), out, console=QUIET)
+
+
+# ---- jobs that fail, and jobs of others
+
+
+def test_a_failure_is_noted_and_the_rest_runs(tmp_path: Path) -> None:
+    broken = {"now": True}
+
+    def fails(runs: tuple[Path, ...], folder: Path) -> Mapping[str, float]:
+        if broken["now"]:
+            raise RuntimeError("the disk is on fire")
+        return {"x": 1.0}
+
+    def both(ask: Request, seed: int) -> Iterator[Row]:
+        yield Row("bad", {}, {"x": Number(Measure("bad", (), fails, "x"), "x", "")})
+        good = Measure("good", (), lambda runs, folder: {"x": 2.0}, "x")
+        yield Row("good", {}, {"x": Number(good, "x", "")})
+
+    study = Study("two", "?", "", both, lambda table: dots_figure([Dots("", "", ["a"], [[1.0]])]), seeds=1)
+    request = make_request(study)
+    table, failed = run_study(study, request, tmp_path / "out", console=QUIET)
+    assert failed == {"bad": "the disk is on fire"}
+    assert [line.mean("x") for line in table.lines] == [None, 2.0]
+    assert "RuntimeError: the disk is on fire" in (tmp_path / "out/table.md").read_text()
+    assert "Traceback" in json.loads((tmp_path / "out/jobs/bad/error.json").read_text())["traceback"]
+    broken["now"] = False
+    table, failed = run_study(study, request, tmp_path / "out", console=QUIET)
+    assert not failed
+    assert [line.mean("x") for line in table.lines] == [1.0, 2.0]
+    assert not (tmp_path / "out/jobs/bad/error.json").exists()
+
+
+def test_what_needs_a_failed_run_fails_with_it(tmp_path: Path) -> None:
+    def one(ask: Request, seed: int) -> Iterator[Row]:
+        run = ask.pretrain("run", seed)
+        yield Row("row", {}, {"files": Number(Measure("count", (run,), count_files, ""), "files", "")}, run)
+
+    study = Study("one", "?", "", one, draw, seeds=1)
+    words = (*TINY, "weight_decay=1e30", "lr=1e30", "warmup=0", "log_every=1")
+    _, failed = run_study(study, make_request(study, words, quick=True), tmp_path, console=QUIET)
+    assert "diverged" in failed["run-seed-0"]
+    assert failed["count"] == "it needs run-seed-0, which failed"
+
+
+def test_a_job_is_claimed_once(tmp_path: Path) -> None:
+    place, job = Place(tmp_path), Measure("job", (), count_files, "")
+    with folder_lock(tmp_path / "jobs" / "job"), place.claim(job) as mine:
+        assert not mine
+    with place.claim(job) as mine:
+        assert mine
+    (tmp_path / "jobs/job/result.json").write_text('{"numbers": {"x": 1}, "about": {}, "command": "c"}')
+    with place.claim(job) as mine:
+        assert not mine
+    (tmp_path / "jobs/job/result.json").write_text("{")
+    with pytest.raises(UserError, match=r"result\.json cannot be read"):
+        place.result(job)
+
+
+def test_two_jobs_of_one_name_are_refused() -> None:
+    with pytest.raises(UserError, match="two different jobs called 'a'"):
+        in_order([Train("a", "study", ("seed=0",)), Train("a", "study", ("seed=1",))])
+
+
+# ---- what is asked
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("stepps=3", "did you mean 'steps'"),
+        ("steps=many", "steps must be an integer"),
+        ("seed=3", "seeds=3 runs three seeds"),
+        ("epochs=3", "steps= sets the length"),
+        ("model=B/16", "the study sets it"),
+        ("seeds=0", "seeds must be"),
+        ("targets=a,,b", "targets must be data sets"),
+        ("targets=x/pets,y/pets", "the same name"),
+    ],
+)
+def test_wrong_settings_are_errors(pair: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        make_request(SMALL, [pair])
+
+
+def test_a_setting_that_the_study_varies_is_refused() -> None:
+    with pytest.raises(UserError, match="'dropout' is what this study varies"):
+        list(rows(make_request(SMALL, ["dropout=0.1"]), 0))
+
+
+def test_settings_reach_the_right_runs() -> None:
+    ask = make_request(
+        SMALL, ["data=d", "targets=a/x,b", "steps=100", "device=cpu", "lr=0.5", "tune_steps=40", "image_size=32"]
+    )
+    run = ask.pretrain("R26+Ti/16", 2, "R26+Ti/16")
+    recipe = run.settings()
+    assert (recipe.model, recipe.data, recipe.steps, recipe.warmup) == ("R26+Ti/16", "d", 100, 10)
+    assert (recipe.lr, recipe.device, recipe.seed) == (0.5, "cpu", 2)
+    tuned = ask.finetune(run, "a/x", 2)
+    recipe = tuned.settings()
+    assert (recipe.model, recipe.data, recipe.steps, recipe.warmup) == ("R26+Ti/16", "a/x", 40, 4)
+    assert (recipe.lr, recipe.device, recipe.image_size, recipe.seed) == (0.03, "cpu", (32, 32), 2)
+    assert tuned.words(Path("o"))[-1] == "weights=o/jobs/R26+Ti16-seed-2/run"
+    assert tuned.name == "R26+Ti16-to-x-seed-2"
+    assert list(ask.few_shots(run)) == ["5-shot x", "5-shot b", "5-shot mean"]
+
+
+def test_merge_keeps_the_last_of_each_key() -> None:
+    assert merge(["a=1", "b=1"], ["a=2"], ["c=3"]) == ("b=1", "a=2", "c=3")
+    assert slug("R50+B/16 on [pets]") == "R50+B16-on-pets-"
+
+
+def test_text_is_safe_in_markdown(tmp_path: Path) -> None:
+    nothing = Study("n", "?", "", lambda ask, seed: [Row("a|b", {}, {})], draw)
+    ask = make_request(nothing, ["seeds=1"])
+    assert "| a\\|b |" in markdown(make_table(nothing, ask, Place(tmp_path), all_rows(nothing, ask)))
+
+
+# ---- the catalog
+
+
+@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_study_is_sound_data(name: str, quick: bool) -> None:
+    study = STUDIES[name]
+    ask = make_request(study, ["seeds=2"], quick=quick)
+    first, second = all_rows(study, ask)
+    assert [row.name for row in first] == [row.name for row in second]
+    assert len({row.name for row in first}) == len(first) > 1
+    assert all(row.numbers and list(row.numbers) == list(first[0].numbers) for row in first)
+    jobs = in_order(job for rows in (first, second) for row in rows for job in row.jobs)
+    assert len({job.name for job in jobs}) == len(jobs)
+    assert all(re.fullmatch(r"[\w.+-]+", job.name) for job in jobs)
+    for job in jobs:
+        assert job.command(Path("out")).split()[0] in ("vitlab", "python")
+        if isinstance(job, Train):
+            assert job.flops > 0
+            assert job.settings().warmup < job.steps
+        if isinstance(job, FewShot):
+            assert job.of in jobs
+    assert all(0 < value <= 1 for row in first for value in row.paper.values())
+
+
+def test_shared_runs_are_counted_once() -> None:
+    runs, flops = count_runs(STUDIES["positions"], make_request(STUDIES["positions"], ["seeds=1"]))
+    assert runs == 8
+    assert flops == pytest.approx(8 * find_flops("Ti/8"), rel=0.02)  # positions cost little
+
+
+def find_flops(model: str) -> float:
+    return Train("a", "study", (f"model={model}",)).flops
+
+
+# ---- the command
+
+
+def run_cli(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr("sys.argv", ["vitlab", "study", *words])
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_the_list_shows_every_study(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(monkeypatch) == 0
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"^{name} ", shown, re.MULTILINE) for name in STUDIES)
+    assert "FLOPs" in shown
+    assert "about" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["postions"], "there is no study 'postions'; did you mean 'positions'?"),
+        (["positions", "--quick", "lrr=1"], "there is no setting 'lrr'; did you mean 'lr'?"),
+        (["positions", "--quick", "data=no-such-folder"], "there is no data set 'no-such-folder'"),
+        (["positions", "--quick", "--only", "3d"], "the study 'positions' has no row '3d'; its rows are none, 1d-stem"),
+        (["positions", "--quick", "image_size=30"], "30"),
+        (["data", "--quick", "--only", "ViT-Ti-1", "mlp=96"], "R50x1 is a ResNet and has no setting 'mlp'"),
+    ],
+)
+def test_errors_are_one_line(
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_cli(monkeypatch, *words) == 1
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())  # nothing was begun

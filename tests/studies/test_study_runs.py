@@ -1,0 +1,135 @@
+"""Studies by the command line: every one with --quick, killed, shared by processes, and a row repeated by hand."""
+
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from vitlab.studies.catalog import STUDIES
+from vitlab.studies.request import make_request
+from vitlab.studies.run import all_rows
+
+VITLAB = Path(sys.executable).with_name("vitlab")
+FEW = ("--quick", "--only", "none,1d-stem", "seeds=2", "steps=6", "checkpoint_every=2", "device=cpu")
+LIMIT = 300
+
+pytestmark = pytest.mark.slow
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    command = [str(VITLAB), "study", *words]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    text, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == code, text
+    return text
+
+
+def stamps(out: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in out.glob("jobs/*/result.json")}
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("complete")
+    finish(start(folder, "positions", *FEW))
+    return folder / "runs/study-positions-quick"
+
+
+def test_killed_at_any_moment_it_ends_with_the_same_table(complete: Path, tmp_path: Path) -> None:
+    out, draw = tmp_path / "runs/study-positions-quick", random.Random(0)
+    for _ in range(6):
+        before = stamps(out)
+        process = start(tmp_path, "positions", *FEW)
+        wanted = len(before) + 1  # at least one more job, so that it gets on
+        until = time.monotonic() + LIMIT
+        while process.poll() is None and len(stamps(out)) < wanted and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(draw.uniform(0, 1.0))
+        process.kill()
+        process.communicate()
+        assert before.items() <= stamps(out).items()  # what was finished is not run again
+    text = finish(start(tmp_path, "positions", *FEW))
+    assert "proves nothing" in text
+    assert (out / "table.csv").read_bytes() == (complete / "table.csv").read_bytes()
+    numbers = [
+        {path.parent.name: json.loads(path.read_text())["numbers"] for path in stamps(place)}
+        for place in (out, complete)
+    ]
+    assert numbers[0] == numbers[1]
+
+
+def test_processes_share_a_folder(complete: Path, tmp_path: Path) -> None:
+    both = [start(tmp_path, "positions", *FEW) for _ in range(2)]
+    texts = [finish(process) for process in both]
+    begun = [line for text in texts for line in re.findall(r"^([\w.+-]+): (?:vitlab|python) ", text, re.MULTILINE)]
+    assert len(begun) == len(set(begun)) == len(stamps(complete))
+    out = tmp_path / "runs/study-positions-quick"
+    assert (out / "table.csv").read_bytes() == (complete / "table.csv").read_bytes()
+    assert (out / "table.md").read_text() == (complete / "table.md").read_text()
+
+
+def test_jobs_are_processes(complete: Path, tmp_path: Path) -> None:
+    finish(start(tmp_path, "positions", *FEW, "--jobs", "2"))
+    out = tmp_path / "runs/study-positions-quick"
+    assert (out / "table.csv").read_bytes() == (complete / "table.csv").read_bytes()
+    holders = {json.loads((path.parent / ".lock").read_text())["pid"] for path in stamps(out)}
+    assert len(holders) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_it_and_the_same_command_goes_on(number: int, complete: Path, tmp_path: Path) -> None:
+    out = tmp_path / "runs/study-positions-quick"
+    process = start(tmp_path, "positions", *FEW)
+    while process.poll() is None and not stamps(out):
+        time.sleep(0.02)
+    os.kill(process.pid, number)
+    text = finish(process, 128 + number)
+    assert "the same command goes on from here" in text
+    assert "Traceback" not in text
+    finish(start(tmp_path, "positions", *FEW))
+    assert (out / "table.csv").read_bytes() == (complete / "table.csv").read_bytes()
+
+
+def test_a_row_repeated_by_hand_is_the_same_to_the_bit(complete: Path, tmp_path: Path) -> None:
+    run = json.loads((complete / "jobs/1d-stem-seed-1/result.json").read_text())
+    shots = json.loads((complete / "jobs/1d-stem-seed-1-5-shot-digits/result.json").read_text())
+    words = shlex.split(run["command"])
+    assert words[:3] == ["vitlab", "train", "study"]
+    words[words.index("--out") + 1] = "mine"
+    subprocess.run([VITLAB, *words[1:]], cwd=tmp_path, check=True, capture_output=True, timeout=LIMIT)
+    log = [json.loads(line) for line in (tmp_path / "mine/log.jsonl").read_text().splitlines()]
+    assert next(record["test"] for record in reversed(log) if "test" in record) == run["numbers"]
+    words = shlex.split(shots["command"])
+    assert words[:2] == ["vitlab", "fewshot"]
+    words = ["fewshot", "mine", *words[3:], "--json", "few.json", "--keep", "kept"]
+    subprocess.run([VITLAB, *words], cwd=tmp_path, check=True, capture_output=True, timeout=LIMIT)
+    (found,) = json.loads((tmp_path / "few.json").read_text())["results"]
+    assert found["accuracy"] == shots["numbers"]["accuracy"]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_runs_offline_on_built_in_data(name: str, tmp_path: Path) -> None:
+    rows = [row.name for row in all_rows(STUDIES[name], make_request(STUDIES[name], ["seeds=1"], quick=True))[0]]
+    chosen = (rows[0], rows[-1])
+    text = finish(start(tmp_path, name, "--quick", "--only", ",".join(chosen)))
+    out = tmp_path / f"runs/study-{name}-quick"
+    table = (out / "table.md").read_text()
+    for row in chosen:
+        cells = next(line for line in table.splitlines() if line.startswith(f"| {row} |"))
+        assert re.search(r"\d", cells.removeprefix(f"| {row} |")), cells
+    assert "proves nothing" in text
+    assert (out / "figure.png").stat().st_size > 5_000
+    assert "<svg" in (out / "figure.svg").read_text()
+    assert "proves nothing" in (out / "study.html").read_text()

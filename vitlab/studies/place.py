@@ -1,0 +1,134 @@
+"""The folder of a study: who runs which job, and what came out.
+
+OUT/study.json                 the study and its settings; another study or other settings are refused
+OUT/jobs/NAME/run              the run folder of a training run
+OUT/jobs/NAME/result.json      a finished job: its command and its numbers
+OUT/jobs/NAME/error.json       a job that failed the last time; the next call tries it again
+OUT/jobs/NAME/.lock            locked by the process that runs the job; the system drops the lock with the process
+OUT/table.csv, table.md, figure.png, figure.svg, study.html      written again after every finished row
+
+So several processes, also of several machines with one file system, can work in one folder: none does what another has
+done or is doing.
+"""
+
+import json
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vitlab.errors import UserError
+from vitlab.files import read_json, remove, write_text
+from vitlab.settings import check_value
+from vitlab.studies.request import Request
+from vitlab.studies.study import Job, Outcome, Study, job_folder
+from vitlab.training.lock import Held, folder_lock
+from vitlab.training.recipe import LOOSE
+
+ABOUT, RESULT, ERROR = "study.json", "result.json", "error.json"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished job as its file has it."""
+
+    command: str
+    numbers: dict[str, float]
+    about: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Place:
+    """A study's folder."""
+
+    out: Path
+
+    def open(self, study: Study, request: Request) -> None:
+        """Begin a study here, or continue it; raises UserError where the folder has another one."""
+        path, wanted = self.out / ABOUT, describe(study, request)
+        if path.exists():
+            stored = read_json(path)
+            if stored.get("study") != study.name:
+                raise UserError(f"{self.out} holds the study '{stored.get('study')}'; use another --out")
+            odd = next((key for key in wanted if stored.get(key) != wanted[key]), None)
+            if odd is not None:
+                has = f"{odd} {stored.get(odd)}, not {wanted[odd]}"
+                raise UserError(f"the study in {self.out} was begun with {has}; go on with it, or use another --out")
+            return
+        write_text(path, json.dumps(wanted, indent=1) + "\n")
+
+    # ---- jobs
+
+    def result(self, job: Job) -> Result | None:
+        """What a finished job measured; None where it is not finished."""
+        path = job_folder(self.out, job) / RESULT
+        if not path.is_file():
+            return None
+        try:
+            data = read_json(path)
+            numbers = {key: float(value) for key, value in check_value(data.get("numbers"), dict, "numbers").items()}
+            about = {key: float(value) for key, value in check_value(data.get("about"), dict, "about").items()}
+            return Result(str(data.get("command")), numbers, about, float(data.get("seconds", 0)))
+        except (UserError, OSError, ValueError, TypeError) as error:
+            raise UserError(f"{path} cannot be read ({error}); remove it, and its job runs again") from None
+
+    def error(self, job: Job, since: float = 0.0) -> str | None:
+        """Why a job failed the last time, if that was not before `since`, as time.time counts."""
+        path = job_folder(self.out, job) / ERROR
+        try:
+            data = read_json(path)
+            return str(data.get("error")) if float(data.get("time", 0)) >= since else None
+        except (UserError, OSError, ValueError, TypeError):
+            return None
+
+    def write_result(self, job: Job, outcome: Outcome, seconds: float) -> None:
+        data = {"format": "vitlab/1", "command": job.command(self.out), **asdict(outcome), "seconds": round(seconds, 1)}
+        folder = job_folder(self.out, job)
+        write_text(folder / RESULT, json.dumps(data, indent=1) + "\n")
+        remove(folder / ERROR)
+        job.clean(self.out)
+
+    def write_error(self, job: Job, error: Exception) -> None:
+        """Note that a job failed; an error that is none of the user's keeps its traceback for a report."""
+        expected = isinstance(error, UserError)
+        data = {
+            "format": "vitlab/1",
+            "command": job.command(self.out),
+            "error": str(error) if expected else f"{type(error).__name__}: {error}",
+            "time": time.time(),
+            "traceback": "" if expected else "".join(traceback.format_exception(error)),
+        }
+        write_text(job_folder(self.out, job) / ERROR, json.dumps(data, indent=1) + "\n")
+
+    @contextmanager
+    def claim(self, job: Job) -> Iterator[bool]:
+        """Lock a job for this process; False where another process has it, or has finished it meanwhile."""
+        try:
+            lock = folder_lock(job_folder(self.out, job))
+            lock.__enter__()
+        except Held:
+            yield False
+            return
+        try:
+            yield self.result(job) is None
+        finally:
+            lock.__exit__(None, None, None)
+
+
+def describe(study: Study, request: Request) -> dict[str, Any]:
+    """What must be the same in all calls that share a folder: everything but how runs are computed."""
+    how = [pair for pair in request.how if pair.partition("=")[0] not in LOOSE]
+    settings = sorted([*request.pairs, *how, *(f"tune_{pair}" for pair in request.tune)])
+    return {
+        "format": "vitlab/1",
+        "study": study.name,
+        "quick": request.quick,
+        "data": request.data,
+        "targets": list(request.targets),
+        "seeds": request.seeds,
+        "settings": settings,
+    }

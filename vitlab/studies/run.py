@@ -1,0 +1,241 @@
+"""Run a study: every job once, by as many processes as like; the table, figure and page after each finished row."""
+
+import gc
+import multiprocessing
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from signal import SIGINT
+
+import torch
+from rich.console import Console
+
+from vitlab.data.open import open_data
+from vitlab.errors import Stopped, UserError
+from vitlab.files import file_lock, write_text
+from vitlab.signals import Signals, stoppable
+from vitlab.studies.catalog import machine_flops
+from vitlab.studies.page import render_page
+from vitlab.studies.place import Place
+from vitlab.studies.request import Request
+from vitlab.studies.study import FewShot, Job, Row, Study, Train, in_order
+from vitlab.studies.table import Table, comma_separated, make_table, markdown, shown
+from vitlab.text import counted, duration
+from vitlab.training.recipes import operations, run_flops
+
+POLL = 1.0  # seconds between looks at the jobs of other processes
+GRACE = 20.0  # seconds in which other processes save what they have
+STOPPED = "stopped; finished rows are kept, and the same command goes on from here"
+
+
+@dataclass
+class Worker:
+    """One process that works on a study."""
+
+    study: Study
+    request: Request
+    place: Place
+    rows: list[list[Row]]  # of every seed
+    console: Console
+    quiet: bool = False  # without the progress of each run: several processes share the terminal
+    failed: dict[str, str] = field(default_factory=dict)
+    began: float = field(default_factory=time.time)
+
+    def work(self, wanted: Sequence[Job]) -> None:
+        """Run the jobs until all are done or have failed, here or in another process."""
+        pending = list(wanted)
+        while pending:
+            pending = [job for job in pending if not self.is_over(job)]
+            if pending and not any(self.try_job(job, len(wanted)) for job in pending):
+                time.sleep(POLL)  # others have them all, or what they need
+
+    def is_over(self, job: Job) -> bool:
+        """Whether there is nothing left to do for a job: it is done, has failed since, or needs one that did."""
+        if self.place.result(job) is not None:
+            return True
+        error = self.failed.get(job.name) or self.place.error(job, since=self.began)
+        lost = next((need.name for need in job.needs if need.name in self.failed), None)
+        if error is None and lost is not None:
+            error = f"it needs {lost}, which failed"
+        if error is not None:
+            self.failed[job.name] = error
+        return error is not None
+
+    def try_job(self, job: Job, total: int) -> bool:
+        """Run a job if what it needs is there and no other process has it; True if something was done."""
+        if any(self.place.result(need) is None for need in job.needs):
+            return False
+        with self.place.claim(job) as mine:
+            if not mine:
+                return False
+            began = time.monotonic()
+            self.print(f"{job.name}: {job.command(self.place.out)}")
+            try:
+                outcome = job.run(self.place.out, Console(quiet=True) if self.quiet else self.console)
+            except Stopped as stop:
+                raise Stopped(stop.code - 128, STOPPED) from None
+            except Exception as error:
+                self.place.write_error(job, error)
+                self.failed[job.name] = str(error)
+                self.print(f"{job.name} failed: {error}")
+                return True
+            finally:
+                free_device()
+            seconds = time.monotonic() - began
+            self.place.write_result(job, outcome, seconds)
+        numbers = ", ".join(f"{key} {shown(value, unit_of(key))}" for key, value in outcome.numbers.items())
+        self.print(f"{job.name}: {numbers}; {duration(seconds)}")
+        if self.completes(job):
+            self.render()
+        return True
+
+    def completes(self, job: Job) -> bool:
+        """Whether a job was the last of a row."""
+        rows = [row for seed in self.rows for row in seed if any(one.name == job.name for one in row.jobs)]
+        return any(all(self.place.result(one) is not None for one in row.jobs) for row in rows)
+
+    def render(self) -> Table:
+        """Write the table, the figure and the page from all results there are; one process at a time."""
+        with file_lock(str(self.place.out / ".render")):
+            table = make_table(self.study, self.request, self.place, self.rows)
+            out = self.place.out
+            write_text(out / "table.csv", comma_separated(table))
+            write_text(out / "table.md", markdown(table))
+            picture = draw(table)
+            write_text(out / "study.html", render_page(table, picture))
+        return table
+
+    def print(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def free_device() -> None:
+    """Give a GPU's memory back to the processes that share it, and forget what was compiled for the last model: torch
+    compiles one function for eight models, and runs it uncompiled for any other."""
+    if torch.cuda.is_available():
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def unit_of(key: str) -> str:
+    return "%" if key.startswith("accuracy") or key == "std" else ""
+
+
+def draw(table: Table) -> Path | None:
+    """Write the figure of what is there; None where there is nothing yet, or no matplotlib."""
+    from vitlab.plots.style import drawing, write
+
+    if not table.done:
+        return None
+    try:
+        with drawing():
+            figure = table.study.figure(table)
+    except UserError:  # figures are an extra, and some need more than a first number
+        return None
+    return write(figure, table.out / "figure", ("png", "svg"))[0]
+
+
+# ---- the command
+
+
+def all_rows(study: Study, request: Request) -> list[list[Row]]:
+    """The rows of every seed."""
+    return [list(study.rows(request, seed)) for seed in range(request.seeds)]
+
+
+def choose_rows(study: Study, rows: list[list[Row]], only: Iterable[str]) -> list[list[Row]]:
+    """The rows with these names; without names, all."""
+    names = [row.name for row in rows[0]]
+    chosen = list(only)
+    for name in chosen:
+        if name not in names:
+            raise UserError(f"the study '{study.name}' has no row '{name}'; its rows are {', '.join(names)}")
+    return [[row for row in seed if not chosen or row.name in chosen] for seed in rows]
+
+
+def run_study(
+    study: Study,
+    request: Request,
+    out: Path,
+    *,
+    only: Iterable[str] = (),
+    jobs: int = 1,
+    console: Console | None = None,
+) -> tuple[Table, dict[str, str]]:
+    """Run a study in the folder `out`, or go on with it; returns the table and the jobs that failed, with why.
+
+    `only` names the rows to run; the table shows all. `jobs` processes work at once, on one device.
+    """
+    rows, names, place = all_rows(study, request), tuple(only), Place(out)
+    chosen = choose_rows(study, rows, names)
+    wanted = in_order(job for seed in chosen for row in seed for job in row.jobs)
+    for run in (row.trained for row in rows[0] if row.trained is not None):
+        run_flops(run.settings())  # the table has all rows, so settings that one cannot have are an error now
+    left = [job for job in wanted if place.result(job) is None]
+    flops = check_jobs(left)
+    place.open(study, request)
+    worker = Worker(study, request, place, rows, console or Console(), quiet=jobs > 1)
+    worker.print(describe_work(chosen[0], request, len(wanted) - len(left), len(wanted), flops))
+    with stoppable(STOPPED) as signals:
+        worker.render()
+        with other_processes(jobs - 1, signals, study, request, out, names):
+            worker.work(wanted)
+        table = worker.render()
+    return table, worker.failed
+
+
+def check_jobs(jobs: Sequence[Job]) -> float:
+    """The operations of all runs. Raises UserError, before the first one, for settings that none of them can start
+    with, and for data that is missing."""
+    flops = sum(job.flops for job in jobs if isinstance(job, Train))
+    sets = [job.settings().data for job in jobs if isinstance(job, Train)]
+    sets += [job.data for job in jobs if isinstance(job, FewShot)]
+    for name in dict.fromkeys(sets):
+        open_data(name)
+    return flops
+
+
+def describe_work(rows: Sequence[Row], request: Request, done: int, jobs: int, flops: float) -> str:
+    """One line on what there is to do."""
+    line = f"{counted(len(rows), 'row')}, {counted(request.seeds, 'seed')}: {counted(jobs, 'job')}, {done} done"
+    if not flops:
+        return line
+    took = duration(flops / machine_flops(request.device))
+    return f"{line}; {operations(flops)} of training left, about {took} on this machine, beside starting and testing"
+
+
+@contextmanager
+def other_processes(
+    count: int, signals: Signals, study: Study, request: Request, out: Path, only: tuple[str, ...]
+) -> Iterator[None]:
+    """More processes that work in the same folder meanwhile."""
+    context = multiprocessing.get_context("spawn")  # a fork would share a GPU's context
+    found = [context.Process(target=work_beside, args=(study, request, out, only)) for _ in range(count)]
+    for process in found:
+        process.start()
+    try:
+        yield
+    except BaseException as error:
+        number = error.code - 128 if isinstance(error, Stopped) else signals.number
+        until = time.monotonic() + (GRACE if number == SIGINT else 0)  # Ctrl-C reaches them too; twice is in haste
+        for process in found:
+            process.join(max(0.0, until - time.monotonic()))
+            process.terminate()
+        raise
+    finally:
+        for process in found:
+            process.join()
+
+
+def work_beside(study: Study, request: Request, out: Path, only: tuple[str, ...]) -> None:
+    """What a process of `other_processes` does; errors of jobs are in the folder."""
+    rows = all_rows(study, request)
+    wanted = in_order(job for seed in choose_rows(study, rows, only) for row in seed for job in row.jobs)
+    try:
+        with stoppable("stopped"):
+            Worker(study, request, Place(out), rows, Console(), quiet=True).work(wanted)
+    except Stopped as stop:
+        raise SystemExit(stop.code) from None

@@ -1,0 +1,193 @@
+"""A study's results as a table: a line for each row, over its seeds; CSV and Markdown."""
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from vitlab.studies.place import Place
+from vitlab.studies.request import Request
+from vitlab.studies.study import Number, Row, Study, several
+
+NO_CLAIM = "± is the standard deviation over seeds; no claim is drawn from a difference smaller than it."
+ONE_SEED = "One seed: the spread of these numbers is not known, so no claim is drawn from small differences."
+PROVES_NOTHING = "Made with --quick: built-in data, tiny models, a few steps. It shows that everything runs and proves "
+PROVES_NOTHING += "nothing."
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row over all its seeds: values by heading, one for each seed that is finished."""
+
+    name: str
+    about: dict[str, str]
+    values: dict[str, list[float]]
+    units: dict[str, str]
+    paper: dict[str, float]
+    images: int | None  # to train on
+    steps: int | None
+    batch: int | None
+    flops: float | None  # of pre-training, or whatever run the row is about
+    seeds: int  # with all numbers
+    commands: tuple[str, ...]  # of the first seed
+    errors: tuple[str, ...]
+
+    def mean(self, key: str) -> float | None:
+        found = self.values.get(key)
+        return float(np.mean(found)) if found else None
+
+    def std(self, key: str) -> float | None:
+        found = self.values.get(key, [])
+        return float(np.std(found, ddof=1)) if len(found) > 1 else None
+
+
+@dataclass(frozen=True)
+class Table:
+    """All lines of a study, finished or not, and the folder they are from."""
+
+    study: Study
+    request: Request
+    out: Path
+    lines: list[Line] = field(default_factory=list)
+
+    @property
+    def headings(self) -> list[str]:
+        return list(dict.fromkeys(key for line in self.lines for key in line.values))
+
+    @property
+    def abouts(self) -> list[str]:
+        return list(dict.fromkeys(key for line in self.lines for key in line.about))
+
+    @property
+    def papers(self) -> list[str]:
+        return list(dict.fromkeys(key for line in self.lines for key in line.paper))
+
+    @property
+    def done(self) -> list[Line]:
+        """The lines that have a number."""
+        return [line for line in self.lines if any(line.values.values())]
+
+    @property
+    def notes(self) -> list[str]:
+        several_seeds = any(line.seeds > 1 for line in self.lines)
+        return [*([PROVES_NOTHING] if self.request.quick else []), NO_CLAIM if several_seeds else ONE_SEED]
+
+
+def make_table(study: Study, request: Request, place: Place, rows: Sequence[Sequence[Row]]) -> Table:
+    """The table from the results there are; `rows` of each seed."""
+    lines = []
+    for same in zip(*rows, strict=True):  # one row, by seed
+        values: dict[str, list[float]] = {key: [] for key in same[0].numbers}
+        complete = 0
+        for row in same:
+            found = {key: number_of(place, numbers) for key, numbers in row.numbers.items()}
+            complete += None not in found.values()
+            for key, value in found.items():
+                if value is not None:
+                    values[key].append(value)
+        lines.append(make_line(same, values, complete, place))
+    return Table(study, request, place.out, lines)
+
+
+def make_line(same: Sequence[Row], values: dict[str, list[float]], complete: int, place: Place) -> Line:
+    first = same[0]
+    run = first.trained
+    result = None if run is None else place.result(run)
+    recipe = None if run is None else run.settings()
+    failed = [(job, place.error(job)) for row in same for job in row.jobs if place.result(job) is None]
+    return Line(
+        name=first.name,
+        about=first.about,
+        values=values,
+        units={key: several(numbers)[0].unit for key, numbers in first.numbers.items()},
+        paper=first.paper,
+        images=None if result is None else int(result.about.get("images", 0)),
+        steps=None if run is None else run.steps,
+        batch=None if recipe is None else recipe.batch,
+        flops=None if run is None else run.flops,
+        seeds=complete,
+        commands=tuple(job.command(place.out) for job in first.jobs),
+        errors=tuple(f"{job.name}: {error}" for job, error in failed if error is not None),
+    )
+
+
+def number_of(place: Place, numbers: Number | tuple[Number, ...]) -> float | None:
+    """A number, or the mean of several; None where one is not there yet."""
+    found = []
+    for number in several(numbers):
+        result = place.result(number.job)
+        if result is None or number.key not in result.numbers:
+            return None
+        found.append(result.numbers[number.key])
+    return float(np.mean(found))
+
+
+# ---- as text
+
+
+def shown(value: float | None, unit: str, std: float | None = None) -> str:
+    """A number for people: 12.34 for a share in per cent, with its spread."""
+    if value is None:
+        return ""
+    scale, digits = (100, ".2f") if unit == "%" else (1, ".4g" if abs(value) < 1000 else ",.0f")
+    return f"{scale * value:{digits}}" + ("" if std is None else f" ± {scale * std:{digits}}")
+
+
+def heading(key: str, unit: str) -> str:
+    return f"{key}, {unit}" if unit else key
+
+
+def cells(table: Table) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of text, for Markdown, the page and the terminal."""
+    units = {key: unit for line in table.lines for key, unit in line.units.items()}
+    heads = ["row", *table.abouts, *(heading(key, units[key]) for key in table.headings)]
+    heads += [f"paper: {key}" for key in table.papers]
+    heads += ["images", "steps", "batch", "seeds", "exaFLOPs"]
+    rows = []
+    for line in table.lines:
+        numbers = [shown(line.mean(key), line.units.get(key, ""), line.std(key)) for key in table.headings]
+        papers = [shown(line.paper.get(key), "%") for key in table.papers]
+        counts = ["" if n is None else f"{n:,}" for n in (line.images, line.steps, line.batch)]
+        cost = "" if line.flops is None else f"{line.flops / 1e18:.3g}"
+        about = [line.about.get(key, "") for key in table.abouts]
+        rows.append([line.name, *about, *numbers, *papers, *counts, f"{line.seeds}", cost])
+    return heads, rows
+
+
+def markdown(table: Table) -> str:
+    """The table with its question and notes."""
+    heads, rows = cells(table)
+    text = [f"# {table.study.name}: {table.study.question}", "", f"The paper: {table.study.place}. {table.study.paper}"]
+    text += ["", table_line(heads), table_line(["---"] * len(heads)), *map(table_line, rows), ""]
+    text += [f"{note}\n" for note in table.notes]
+    if table.study.published:
+        head, *published = table.study.published
+        text += ["The paper's numbers:", "", table_line(head), table_line(["---"] * len(head))]
+        text += [*map(table_line, published), ""]
+    failures = [f"- {error}" for line in table.lines for error in line.errors]
+    text += ["Failed so far:", "", *failures] if failures else []
+    return "\n".join(text).rstrip() + "\n"
+
+
+def table_line(words: Iterable[str]) -> str:
+    return "| " + " | ".join(word.replace("|", "\\|").replace("\n", " ") for word in words) + " |"
+
+
+def comma_separated(table: Table) -> str:
+    """All digits: mean, standard deviation and number of values of everything measured."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    measured = [f"{key} {what}" for key in table.headings for what in ("mean", "std", "n")]
+    counts = ["images", "steps", "batch", "seeds", "flops"]
+    writer.writerow(["row", *table.abouts, *measured, *(f"paper {key}" for key in table.papers), *counts])
+    for line in table.lines:
+        numbers = [n for key in table.headings for n in (line.mean(key), line.std(key), len(line.values.get(key, [])))]
+        papers = [line.paper.get(key) for key in table.papers]
+        about = [line.about.get(key, "") for key in table.abouts]
+        writer.writerow(
+            [line.name, *about, *numbers, *papers, line.images, line.steps, line.batch, line.seeds, line.flops]
+        )
+    return file.getvalue()
