@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitlab.cost import cost
+from vitlab.cost import quick_cost
 from vitlab.data.loader import EvalLoader, TrainLoader
 from vitlab.data.open import hold_out_validation, open_data
 from vitlab.data.review_file import apply_review
@@ -355,7 +355,7 @@ def choose_micro(setup: RunSetup, cluster: Cluster, core: nn.Module, *, bf16: bo
             near = min(divisors(share), key=lambda d: abs(d - micro))
             raise UserError(f"micro={micro} does not divide a process's batch of {share}; {near} does")
         return micro
-    image = cost(lambda: build(setup.config)).activation_bytes * (1 if bf16 else 2)
+    image = quick_cost(setup.config).activation_bytes * (1 if bf16 else 2)
     if setup.teacher is not None:  # it is done before the model begins
         image = max(image, image_bytes(setup.teacher, bf16=bf16))
     # gradient, two moments and an average, float32; in mixed precision weights and gradients in bfloat16 too
