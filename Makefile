@@ -4,14 +4,14 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 # Small models on few cores: several threads per process are slower than one.
-test test-slow chaos: export OMP_NUM_THREADS = 1
+test test-slow test-long chaos: export OMP_NUM_THREADS = 1
 
-# Slow tests that compare no times: two at once. The others need the machine for themselves.
-TIMELESS := $(wildcard tests/test_docs.py tests/test_tutorial.py tests/test_site.py tests/test_examples.py tests/test_export.py \
-	tests/test_demo.py tests/test_report.py tests/weights tests/evaluation tests/studies tests/models tests/kernels tests/analysis tests/plots \
-	tests/training/test_parallel.py tests/training/test_recipes.py tests/training/test_resume.py)
+# Slow tests that measure times or load a server need the machine for themselves; of the others two run at once.
+ALONE := $(wildcard tests/serving tests/chaos tests/bench tests/finetuning/test_short_time.py tests/data/test_budget.py \
+	tests/data/test_loader_benchmark.py tests/training/test_minutes.py tests/training/test_data_changes.py \
+	tests/training/test_small_start.py tests/test_cli.py tests/test_predict.py)
 
-.PHONY: demo test quick test-slow chaos lint style types docs clean
+.PHONY: demo test quick test-slow test-long chaos lint style types docs clean
 
 demo: $(READY)
 	$(BIN)/vitlab demo
@@ -24,8 +24,12 @@ quick: $(READY)
 	$(BIN)/pytest -m "not slow" -n auto --dist loadfile # a file's runs and servers are made once
 
 test-slow: $(READY)
-	$(BIN)/pytest -m slow -n 2 --dist worksteal $(TIMELESS)
-	$(BIN)/pytest -m slow $(addprefix --ignore=,$(TIMELESS))
+	$(BIN)/pytest -m "slow and not long" -n 2 --dist worksteal $(addprefix --ignore=,$(ALONE))
+	$(BIN)/pytest -m "slow and not long" $(ALONE)
+
+# What repeats the claims of other tests at length: before a release.
+test-long: $(READY)
+	$(BIN)/pytest -m long
 
 # Faults, fuzzing and load against runs and servers, for an hour at most; writes docs/reliability.md.
 chaos: $(READY)

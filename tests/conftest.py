@@ -63,6 +63,13 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(1 + (os.cpu_count() or 1), 5)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is long is slow, too."""
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker("slow")
+
+
 def pytest_sessionfinish() -> None:
     """Servers that several files share end with the session: pytest-xdist's workers run no exit handlers."""
     if "servers" in sys.modules:

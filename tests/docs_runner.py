@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import preloaded
 from docs_commands import ROOT, Block
 from docs_standins import Page
 
@@ -129,7 +130,7 @@ def own_environment(folder: Path) -> dict[str, str]:
     programs = folder / ".programs"
     for name, text in PROGRAMS.items():
         write_program(programs / name, text)
-    path = os.pathsep.join([str(BIN), str(programs), os.environ["PATH"]])
+    path = os.pathsep.join([str(preloaded.folder()), str(BIN), str(programs), os.environ["PATH"]])
     return {**os.environ, **ENVIRONMENT, "PATH": path, "VITLAB_DATA": str(folder)}
 
 

@@ -377,7 +377,7 @@ def test_ctrl_c_is_one_line(name: str, model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", [".pt2", ".onnx"])
+@pytest.mark.parametrize("ending", [".pt2", pytest.param(".onnx", marks=pytest.mark.long)])
 def test_ctrl_c_at_any_moment(ending: str, model: Path, tmp_path: Path) -> None:
     target, vitlab = tmp_path / f"new{ending}", Path(sys.executable).with_name("vitlab")
     delay = 1.0

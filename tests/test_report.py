@@ -18,6 +18,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from preloaded import program
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -46,7 +47,6 @@ from vitlab.training.loop import train
 from vitlab.training.recipe import make_recipe
 from vitlab.training.trust import remember_recipe
 
-VITLAB = Path(sys.executable).with_name("vitlab")
 CHROMIUM = Path("/usr/bin/chromium")
 SMALL = make_recipe(
     "Ti/2",
@@ -411,9 +411,9 @@ def test_without_matplotlib_the_run_is_saved_and_succeeds(tmp_path: Path, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [["train", "digits"], ["finetune", "digits", "--weights", "none"]])
 def test_the_first_of_two_processes_writes_it(command: list[str], tmp_path: Path) -> None:
-    torchrun = [str(VITLAB.with_name("torchrun")), "--standalone", "--nproc-per-node=2", "--no-python"]
+    torchrun = [str(program("torchrun")), "--standalone", "--nproc-per-node=2", "--no-python"]
     small = ["depth=1", "width=16", "heads=2", "mlp=16", "steps=4", "warmup=0", "batch=8", "device=cpu"]
-    arguments = [*torchrun, str(VITLAB), *command, *small, "--out", str(tmp_path / "run")]
+    arguments = [*torchrun, str(program("vitlab")), *command, *small, "--out", str(tmp_path / "run")]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("report: ") == 1

@@ -141,7 +141,7 @@ def test_a_contestant_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
     assert outcome_json(outcome, None)["rows"][0]["to_best_peer"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled() -> None:
     """Where there is a compiler; without one, what fails is named."""
     for what, own in (("train", "vitlab train"), ("infer", "vitlab engine")):

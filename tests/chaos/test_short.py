@@ -107,7 +107,7 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     assert names[-1] == "the rest"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_lost_process() -> None:
     row = ranks.run(0.05)
     assert (row.count, row.failures) == (1, [])

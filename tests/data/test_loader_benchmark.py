@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.loader import loader_benchmark, photo
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_loader_is_not_slower_than_a_plain_loop() -> None:
     def measure() -> list[float]:
         return [row.vitlab / row.plain for row in loader_benchmark(count=32, rounds=8)]

@@ -138,11 +138,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory, weights: str) -> Finetuned:
     return run_stages(plan_for(weights, "steps=2"), tmp_path_factory.mktemp("plain") / "run", console=QUIET)
 
 
-MOMENTS = ["frozen_features", "fit_heads", "fit_unknown", "prepare_run", "write_report", "review", "train", "load"]
+MOMENTS = ["fit_heads", "write_report", "train", "review_test"]
+OTHERS = ["frozen_features", "fit_unknown", "prepare_run", "review", "load", "head_logits"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [*MOMENTS, "head_logits", "review_test"])
+@pytest.mark.parametrize("moment", [*MOMENTS, *(pytest.param(moment, marks=pytest.mark.long) for moment in OTHERS)])
 def test_killed_at_any_moment_it_continues_to_the_same_end(
     tmp_path: Path, weights: str, plain: Finetuned, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

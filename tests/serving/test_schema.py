@@ -24,7 +24,7 @@ from vitlab.prediction import Classifier
 from vitlab.serving.app import create_app
 from vitlab.serving.service import Service, ServiceSettings
 
-EXAMPLES = 150  # of each route
+EXAMPLES = 60  # of each route
 CHECKS = [
     not_a_server_error,
     status_code_conformance,

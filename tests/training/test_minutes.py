@@ -70,7 +70,7 @@ def test_a_timed_run_equals_one_with_its_steps(tmp_path: Path) -> None:
     assert not list((tmp_path / "timed").glob("timing*"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_was_killed_goes_on_with_the_stored_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the same command, and nothing is measured again."""
     recipe, step = change(TIMED, minutes=0.5, optimizer="sgd"), Trainer.step
@@ -148,10 +148,10 @@ def test_minutes_count_from_the_start_of_the_process() -> None:
 
 @pytest.mark.slow
 def test_two_processes_agree(tmp_path: Path) -> None:
-    out, words = tmp_path / "run", ("-c", "from vitlab.cli import main; main()")
+    out = tmp_path / "run"
     settings = ["depth=1", "width=16", "mlp=32", "heads=2", "batch=32", "warmup=2", "minutes=0.6", "device=cpu"]
     done = subprocess.run(
-        torchrun(2, sys.executable, *words, "train", "digits", *settings, "--out", str(out)),
+        torchrun(2, "vitlab", "train", "digits", *settings, "--out", str(out)),
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from PIL import Image
+from preloaded import program
 from safetensors.torch import load_file
 from small_runs import records
 
@@ -32,12 +33,14 @@ SETTINGS = (
 TESTS = 599  # digits held out: a prime, so no number of processes divides it
 
 
-def command(processes: int, *words: str, restarts: int = 0) -> list[str]:
-    """A command, plain for one process and under torchrun for more."""
+def command(processes: int, name: str, *words: str, restarts: int | None = None) -> list[str]:
+    """A command, plain for one process and under torchrun for more; the installed torchrun where it is to restart."""
+    start = [str(program(name)), *words]
     if processes == 1:
-        return list(words)
-    own = ["--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}", "--no-python"]
-    return [sys.executable, "-m", "torch.distributed.run", *own, *words]
+        return start
+    torchrun = program("torchrun") if restarts is None else Path(sys.executable).with_name("torchrun")
+    own = ["--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts or 0}", "--no-python"]
+    return [str(torchrun), *own, *start]
 
 
 def call(*words: str) -> None:
@@ -46,7 +49,7 @@ def call(*words: str) -> None:
 
 
 def train(out: Path, processes: int, *settings: str, resume: bool = False) -> None:
-    words = [str(VITLAB), "train", "digits", "--out", str(out), *SETTINGS, *settings]
+    words = ["vitlab", "train", "digits", "--out", str(out), *SETTINGS, *settings]
     call(*command(processes, *words, *(["--resume"] if resume else [])))
 
 
@@ -55,7 +58,7 @@ def measure_by(run: Path, spare: Path, processes: int, *settings: str) -> dict[s
     folder, target = spare / "copy", spare / "measured.json"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(run, folder)
-    call(*command(processes, sys.executable, str(HERE / "measure_run.py"), str(folder), str(target), *settings))
+    call(*command(processes, "python", str(HERE / "measure_run.py"), str(folder), str(target), *settings))
     found: dict[str, Any] = json.loads(target.read_text())
     assert found["world"] == processes
     return found
@@ -65,7 +68,9 @@ def measure_by(run: Path, spare: Path, processes: int, *settings: str) -> dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "bound"), [("float32", 1e-4), ("float64", 1e-9)])
+@pytest.mark.parametrize(
+    ("precision", "bound"), [pytest.param("float32", 1e-4, marks=pytest.mark.long), ("float64", 1e-9)]
+)
 def test_two_processes_give_the_loss_curve_of_one(tmp_path: Path, precision: str, bound: float) -> None:
     """50 steps at equal global batch, with everything random that does not belong to a process.
 
@@ -131,12 +136,12 @@ def test_another_number_of_processes_continues(stopped: Path, tmp_path: Path, pr
 @pytest.mark.slow
 def test_a_killed_process_costs_nothing(tmp_path: Path) -> None:
     """One of three is killed in the middle: torchrun starts them again, and the run ends as if nothing had happened."""
-    settings = ("steps=60", "checkpoint_every=10", "ema=0.9", "parallel=fsdp")
+    settings = ("steps=40", "checkpoint_every=10", "ema=0.9", "parallel=fsdp")
     train(tmp_path / "plain", 3, *settings)
     out = tmp_path / "cut"
-    words = command(3, str(VITLAB), "train", "digits", "--out", str(out), *SETTINGS, *settings, restarts=2)
+    words = command(3, "vitlab", "train", "digits", "--out", str(out), *SETTINGS, *settings, restarts=2)
     with subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True) as run:
-        wait_for(lambda: steps_logged(out) > 25, run)
+        wait_for(lambda: steps_logged(out) > 15, run)
         assert (out / "checkpoints" / "last").exists()
         victim = next(p for p in psutil.Process(run.pid).children(recursive=True) if p.environ().get("RANK") == "1")
         victim.send_signal(signal.SIGKILL)
@@ -144,7 +149,7 @@ def test_a_killed_process_costs_nothing(tmp_path: Path) -> None:
     assert run.returncode == 0, printed[-3000:]
     assert "exitcode: -9" in printed  # it was really lost
     plain, cut = ([r for r in records(folder) if "loss" in r] for folder in (tmp_path / "plain", out))
-    assert [r["step"] for r in cut] == list(range(1, 61))
+    assert [r["step"] for r in cut] == list(range(1, 41))
     assert cut[-1]["loss"] == pytest.approx(plain[-1]["loss"], rel=1e-6)
     assert records(tmp_path / "plain")[-1]["test"]["accuracy"] == records(out)[-1]["test"]["accuracy"]
 
@@ -152,17 +157,17 @@ def test_a_killed_process_costs_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sigterm_to_torchrun_saves_the_run(tmp_path: Path) -> None:
     """As docs/scaling-out.md has it: the run is saved, torchrun ends by its own error with code 1, --resume works."""
-    settings = ("steps=200", "checkpoint_every=1000", "ema=0.9")
+    settings = ("steps=80", "checkpoint_every=1000", "ema=0.9")
     train(tmp_path / "plain", 2, *settings)
     out = tmp_path / "cut"
-    words = command(2, str(VITLAB), "train", "digits", "--out", str(out), *SETTINGS, *settings, restarts=3)
+    words = command(2, "vitlab", "train", "digits", "--out", str(out), *SETTINGS, *settings, restarts=3)
     with subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True) as run:
         wait_for(lambda: steps_logged(out) > 20, run)
         run.send_signal(signal.SIGTERM)
         _, printed = run.communicate(timeout=60)
     assert run.returncode == 1, printed[-3000:]
     assert "SignalException" in printed  # torchrun's own, and no process was started again
-    found = re.search(r"stopped at step (\d+) of 200, saved; continue with --resume", printed)
+    found = re.search(r"stopped at step (\d+) of 80, saved; continue with --resume", printed)
     assert found is not None, printed[-3000:]
     assert json.loads((out / "checkpoints" / "last" / "state.json").read_text())["step"] == int(found[1])
     train(out, 2, *settings, resume=True)
@@ -228,9 +233,7 @@ def test_shards_give_every_image_once_per_epoch(tmp_path: Path) -> None:
     for world in (1, 2, 3):
         target = tmp_path / f"world{world}"
         target.mkdir()
-        call(
-            *command(world, sys.executable, str(HERE / "read_shards.py"), f"{tmp_path}/*.tar", str(target), "12", "10")
-        )
+        call(*command(world, "python", str(HERE / "read_shards.py"), f"{tmp_path}/*.tar", str(target), "12", "10"))
         ranks = [(target / f"rank{r}.jsonl").read_text().splitlines() for r in range(world)]
         batches[world] = [[name for line in step for name in json.loads(line)] for step in zip(*ranks, strict=True)]
     for world, steps in batches.items():

@@ -36,7 +36,7 @@ def test_loaded_weights_take_the_rate(tmp_path: Path) -> None:
     assert load(tmp_path / "second").config.patch_dropout == 0.5  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_learn_and_resume(tmp_path: Path) -> None:
     """Each draws for its own images, sharded or not; from the checkpoint in the middle they go on to the same end."""
     settings = ("steps=20", "checkpoint_every=10", "lr=0.003", "patch_dropout=0.5", "rotary=cells")

@@ -272,7 +272,7 @@ def test_asked_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     assert (tmp_path / "run" / "checkpoints" / "last" / "state.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_digits_are_learned(tmp_path: Path) -> None:
     """The model learns. Processors draw the first weights and round differently: 98.0 to 99.2 % were measured."""
     words: list[str | Path] = [VITLAB, "train", "digits", "--out", tmp_path / "run"]

@@ -100,7 +100,7 @@ def test_a_teacher_sees_the_same_images(tmp_path: Path, monkeypatch: pytest.Monk
         torch.testing.assert_close(taken, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and there is no g++")
 def test_compiled_there_is_a_graph_for_each_size(tmp_path: Path) -> None:
     """With the losses of a run that is not compiled; evaluations between the steps compile nothing."""

@@ -408,7 +408,7 @@ def test_two_processes_learn_as_one(digits: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(shared, alone, rtol=1e-9, err_msg=parallel)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_it_teaches_the_same(digits: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"teacher": str(digits), "teacher_features": 0.5, "steps": 5, "device": "cpu"}
     found = []

@@ -23,7 +23,9 @@ SETTINGS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [write_csv, write_shards, write_parquet])
+@pytest.mark.parametrize(
+    "write", [write_csv, *(pytest.param(write, marks=pytest.mark.long) for write in (write_shards, write_parquet))]
+)
 def test_from_files_to_every_use(
     write: Callable[[Path, dict[str, Pictures]], str],
     tmp_path: Path,
