@@ -366,6 +366,7 @@ vitlab.cli.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(["new.pt2", "new.onnx"], "new.onnx"))
 def test_ctrl_c_is_one_line(name: str, model: Path, tmp_path: Path) -> None:
     """Also inside a library that would catch an exception and raise an error of its own; no file is left."""

@@ -298,7 +298,8 @@ def test_a_resnet_shows_its_mistakes_without_attention() -> None:
     assert "where it looked" not in section("mistakes", found, shown)
 
 
-@pytest.mark.parametrize("target", ["mean", "pixels"])  # with an accuracy in its log, and without
+# with an accuracy in its log, and without
+@pytest.mark.parametrize("target", ["mean", pytest.param("pixels", marks=pytest.mark.slow)])
 def test_a_masked_run_has_a_shorter_report(target: Any, tmp_path: Path) -> None:
     recipe = dataclasses.replace(SMALL, objective="masked", masked_target=target, ema=0.0, steps=4, warmup=0)
     train(recipe, tmp_path / "masked", console=Console(quiet=True))

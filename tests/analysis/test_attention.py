@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, family, mostly_slow
+from families import FAMILIES, QUICK, family, mostly_slow
 from torch import Tensor, nn
 
 import vitlab
@@ -38,7 +38,7 @@ CONFIGS = {
     "one patch": small(image_size=(4, 4), pool="mean"),
     **{name: family(name, dropout=0.2, drop_path=0.2) for name in FAMILIES},
 }
-each = pytest.mark.parametrize("name", CONFIGS)
+each = pytest.mark.parametrize("name", mostly_slow(CONFIGS, *(CONFIGS.keys() - FAMILIES.keys()), *QUICK))
 
 
 def prepare(name: str, randomize: Fill) -> tuple[Any, Tensor]:
@@ -233,6 +233,7 @@ def compiled_by_block(model: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [compiled_outside, compiled_in_place, compiled_by_block])
 @pytest.mark.parametrize("name", mostly_slow(["plain", "axial"], "plain"))
 def test_compiled_models(name: str, how: Callable[[Any], Any], randomize: Fill) -> None:

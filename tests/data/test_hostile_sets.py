@@ -257,6 +257,7 @@ def test_millions_of_empty_rows(tmp_path: Path) -> None:
     assert "claims 3,000,000 rows in" in opened(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", [True, False])  # read as a dictionary, and as its values
 def test_one_picture_many_times_over(tmp_path: Path, schema: bool) -> None:
     """A dictionary of one value: 20 GB of pictures in a megabyte."""

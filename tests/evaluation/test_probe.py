@@ -213,6 +213,7 @@ def test_errors_of_neighbors(k: list[int], temperature: float) -> None:
 Command = Callable[..., tuple[int, str, str]]
 
 
+@pytest.mark.slow
 def test_the_command_on_digits(model: Path, tmp_path: Path, command: Command) -> None:
     target = tmp_path / "probe.json"
     code, out, err = command("probe", str(model), "digits", "--l2", "1e-3,1e-2", "--k", "5,20", "--json", str(target))

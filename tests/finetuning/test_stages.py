@@ -52,6 +52,7 @@ def accuracy(folder: Path, source: Any) -> float:
     return evaluate(vitlab.load(folder), source, device="cpu").top1.value
 
 
+@pytest.mark.slow
 def test_a_head_alone_where_time_is_short(tmp_path: Path, weights: str) -> None:
     done = run_stages(plan_for(weights, minutes=1e-6), tmp_path / "run", console=QUIET)
     assert done.stages.steps == 0
@@ -62,6 +63,7 @@ def test_a_head_alone_where_time_is_short(tmp_path: Path, weights: str) -> None:
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_copies_of_test_images_join_the_review(tmp_path: Path, weights: str) -> None:
     from PIL import Image
 

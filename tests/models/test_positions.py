@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import mostly_slow
 from scipy.ndimage import zoom
 from torch import Tensor
 
@@ -88,7 +89,7 @@ def close(got: np.ndarray, expected: np.ndarray) -> None:
 
 @modes
 @either
-@pytest.mark.parametrize("pool", ["token", "mean"])
+@pytest.mark.parametrize("pool", mostly_slow(["token", "mean"], "token"))
 @pytest.mark.parametrize(
     ("kind", "place"),
     [("1d", "stem"), ("1d", "every"), ("1d", "shared"), ("sinusoidal", "shared"), ("sincos2d", "stem")],
@@ -105,7 +106,7 @@ def test_resize_table(kind: str, place: str, pool: str, old: Any, new: Any, mode
 
 @modes
 @either
-@pytest.mark.parametrize("place", ["stem", "every", "shared"])
+@pytest.mark.parametrize("place", mostly_slow(["stem", "every", "shared"], "every"))
 def test_resize_axes(place: str, old: Any, new: Any, mode: str, randomize: Fill) -> None:
     before, after = resized(small(old, positions="2d", placement=place), new, randomize, mode)
     assert np.array_equal(before["positions.token"], after["positions.token"])

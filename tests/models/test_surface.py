@@ -102,6 +102,7 @@ def test_no_head(name: str, randomize: Fill) -> None:
     torch.testing.assert_close(model(images), model.features(images), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @each_traced
 def test_compile(name: str, randomize: Fill) -> None:
     """One graph, the same numbers, the same gradients."""

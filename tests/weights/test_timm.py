@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 def slow_hybrids(cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """The cases, those with several ResNet stages among the slow tests: they take seconds each."""
+    """The cases, those with several ResNet stages or of full width among the slow tests: they take seconds each."""
     return [
-        pytest.param(*case, marks=pytest.mark.slow) if "_r26_" in case[0] or "_r50_" in case[0] else case
+        pytest.param(*case, marks=pytest.mark.slow) if re.search("_r26_|_r50_|_small_|base_patch32", case[0]) else case
         for case in cases
     ]
 
