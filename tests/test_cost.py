@@ -41,7 +41,7 @@ def cost_of(name: str) -> Cost:
     return cost(lambda: create(name))
 
 
-QUICK = {("B/32", 7), ("R50+B/32", 7), ("R50x1", 7)}
+QUICK = {("B/32", 7), ("R50x1", 7)}
 ROWS = [row if row in QUICK else pytest.param(*row, marks=pytest.mark.slow) for row in PAPER]
 
 

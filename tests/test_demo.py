@@ -44,6 +44,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_it_shows_mistakes_steps_and_predictions(out: Path, capfd: pytest.CaptureFixture[str], no_box: None) -> None:
     console = recording()
     demo.show(console, out)

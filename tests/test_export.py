@@ -158,6 +158,7 @@ def check_every_size(path: Path, model: Model) -> None:
             np.testing.assert_allclose(got, expected(model, images), atol=1e-4, err_msg=f"{size} {batch}")
 
 
+@pytest.mark.slow
 def test_onnx_runtime_computes_the_model(run: str, exported: tuple[Path, ExportResult]) -> None:
     path, result = exported
     assert [(entry.size, entry.images) for entry in result.comparisons] == [((16, 16), 40), ((24, 24), 40)]
@@ -193,6 +194,7 @@ def test_a_file_for_one_size_refuses_others(kind: str, tmp_path: Path) -> None:
         file.run(None, {"images": np.zeros((1, 3, *other), np.float32)})
 
 
+@pytest.mark.slow
 def test_the_file_is_enough_to_use_the_model(
     run: str, photos: Path, exported: tuple[Path, ExportResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +217,7 @@ def test_the_file_is_enough_to_use_the_model(
     assert json.loads(got["meta"]["model"])["patch"] == 8
 
 
+@pytest.mark.slow
 def test_the_file_has_standard_operators_and_no_paths_of_this_machine(exported: tuple[Path, ExportResult]) -> None:
     path, _ = exported
     proto = onnx.load(path)

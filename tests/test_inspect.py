@@ -73,6 +73,7 @@ def inspect(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
     assert stop.value.code == 0
 
 
+@pytest.mark.slow
 def test_everything(
     run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,7 +119,7 @@ def test_arrays_are_what_the_functions_give(
         assert not (tmp_path / "out" / name / "steps.png").exists()
 
 
-@pytest.mark.parametrize("name", mostly_slow([name for name in MODELS if name != "plain"], "attention pool", "axial"))
+@pytest.mark.parametrize("name", mostly_slow([name for name in MODELS if name != "plain"], "axial"))
 def test_every_kind_of_model(
     name: str, pictures: Path, tmp_path: Path, randomize: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

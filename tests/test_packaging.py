@@ -36,6 +36,7 @@ def imported_packages() -> set[str]:
     return packages - set(sys.stdlib_module_names) - {"vitlab"} - BROUGHT
 
 
+@pytest.mark.slow
 def test_imported_packages_are_declared() -> None:
     names = {requirement.name.replace("-", "_").lower() for requirement in DECLARED}
     assert {NAMES.get(name, name).replace("-", "_").lower() for name in imported_packages()} <= names

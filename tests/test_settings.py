@@ -45,6 +45,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_field_added_to_the_config_appears_everywhere(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "vitlab", tmp_path / "vitlab")  # with what is compiled: only the changed file is anew
     (tmp_path / "docs").mkdir()

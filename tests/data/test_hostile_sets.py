@@ -198,6 +198,7 @@ def parquet(path: Path, content: object) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_labels_of_parquet(tmp_path: Path) -> None:
     cases: list[tuple[object, str]] = [
         ([0, 1, 10**9], "the class number 1,000,000,000 in a set of 3 images"),

@@ -154,6 +154,7 @@ def test_inductor(randomize: Fill) -> None:
         torch.testing.assert_close(compiled(images), model(images), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @each_traced
 def test_export(name: str, randomize: Fill) -> None:
     """With any number of images."""

@@ -17,6 +17,7 @@ from servers import SHORT, TIMEOUT, Running, answer, encoded, photo, shared_serv
 from test_dockerfile import arguments
 from timing import assert_below, seconds
 
+pytestmark = pytest.mark.slow
 PNG = encoded(photo())
 PAGE = "/page/style.css"
 
@@ -161,7 +162,6 @@ def served(live: Running) -> float:
     return sum(one.value for one in requests.samples if one.labels == labels)
 
 
-@pytest.mark.slow
 def test_a_client_that_does_not_read_is_disconnected(live: Running) -> None:
     def until_cut_off(wire: socket.socket) -> None:
         start = time.monotonic()
@@ -192,7 +192,6 @@ def test_pipelined_requests_are_answered_in_order(live: Running) -> None:
     assert [int(status) for status in re.findall(rb"HTTP/1.1 (\d+)", data)] == [200, 404, 200, 200]
 
 
-@pytest.mark.slow
 def test_a_slow_reader_gets_all_of_it(live: Running) -> None:
     """20 kB at a time, with pauses, for longer than an answer may stay unread."""
     number = 60

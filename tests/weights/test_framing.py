@@ -36,6 +36,7 @@ def read_back(processor: Any) -> Preprocess | None:
     return read_preprocess(RawCheckpoint("x", TensorFile(Path("x"), {}, lambda name: torch.ones(1)), {}, processor))
 
 
+@pytest.mark.slow
 def test_the_scaled_side_survives() -> None:
     """Every usual size with every crop: photos are scaled to an integer, the same here and there."""
     for side in SIZES:

@@ -55,6 +55,7 @@ def check_same(model: torch.nn.Module, spec: str, size: int = 64) -> None:
     assert guest.features(images).shape == (2, guest.config.features)
 
 
+@pytest.mark.slow
 def test_a_resnet_is_torchvisions_to_the_bit(resnet: tuple[torch.nn.Module, Path]) -> None:
     check_same(resnet[0], f"torchvision:resnet18:{resnet[1]}")
 
