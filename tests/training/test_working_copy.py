@@ -115,6 +115,21 @@ def test_frozen_weights_stay_frozen() -> None:
     assert len(working.own) == 2
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_refreshed_copy_has_all_of_the_model(frozen: bool) -> None:
+    """Also what does not learn, and a fixed table, which need not be the formula's: it may have been resampled."""
+    model = small(positions="sincos2d").requires_grad_(not frozen)
+    working = WorkingCopy(model)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.normal_()
+    working.refresh()
+    copied = working.module.state_dict()
+    assert len(copied) == len(model.state_dict()) > 30
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(copied[name], tensor.to(copied[name].dtype)), name
+
+
 # ---- runs
 
 BF16: dict[str, Any] = {"precision": "bfloat16", "device": "cpu", "workers": 0}
@@ -143,10 +158,12 @@ def test_a_run_is_that_of_mixed_precision_to_rounding(
         assert float((a - b).norm() / b.norm()) < 0.02
 
 
-def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
-    train_small(tmp_path / "complete", steps=8, **BF16)
-    interrupt(tmp_path / "parts")
-    train_small(tmp_path / "parts", steps=8, resume=True, **BF16)
+@pytest.mark.parametrize("freeze", ["none", "body"])
+def test_a_resumed_run_is_the_run(tmp_path: Path, freeze: str) -> None:
+    settings = BF16 | {"freeze": freeze}
+    train_small(tmp_path / "complete", steps=8, **settings)
+    interrupt(tmp_path / "parts", **settings)
+    train_small(tmp_path / "parts", steps=8, resume=True, **settings)
     assert_same_run(tmp_path / "complete", tmp_path / "parts")
 
 

@@ -34,8 +34,8 @@ class WorkingCopy:
         for part in self.module.modules():
             if not isinstance(part, KEPT):
                 cast_tensors(part)
-        both = zip(core.parameters(), self.module.parameters(), strict=True)
-        trained = [(own, cast) for own, cast in both if own is not cast and own.requires_grad]
+        self.rounded = rounded_pairs(core, self.module)  # the model's tensors and the copy's of them
+        trained = [(own, cast) for own, cast in self.rounded if own.requires_grad]
         self.own: list[Tensor] = [own for own, _ in trained]
         self.cast: list[Tensor] = [cast for _, cast in trained]
         self.float8 = use_float8(self.module) if float8 else {}
@@ -47,12 +47,18 @@ class WorkingCopy:
     def follow(self, passes: int) -> None:
         """After a step of the optimizer, which had gradients of so many passes."""
         update_maxima(self.float8.values(), passes)
-        self.refresh()
+        self.refresh_trained()
+
+    @torch.no_grad()
+    def refresh_trained(self) -> None:
+        """Round the weights that the optimizer has changed."""
+        torch._foreach_copy_(self.cast, self.own)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Round the model's weights, which have changed."""
-        torch._foreach_copy_(self.cast, self.own)
+        """Round everything the model has, frozen weights and tables too: a checkpoint was loaded into it."""
+        for own, cast in self.rounded:
+            cast.copy_(own)
 
     @torch.no_grad()
     def move_gradients(self) -> None:
@@ -76,6 +82,17 @@ class WorkingCopy:
             torch._foreach_copy_(new, first)
         if later:
             torch._foreach_add_(total, later)
+
+
+def rounded_pairs(core: nn.Module, copied: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """A module's parameters and tables, each with what a copy has rounded it to; not what is not rounded."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for part, other in zip(core.modules(), copied.modules(), strict=True):
+        if not isinstance(part, KEPT):
+            pairs += zip(part.parameters(recurse=False), other.parameters(recurse=False), strict=True)
+            tables = zip(part.buffers(recurse=False), other.buffers(recurse=False), strict=True)
+            pairs += [(own, cast) for own, cast in tables if own.is_floating_point()]
+    return pairs
 
 
 def cast_tensors(part: nn.Module) -> None:
