@@ -3,7 +3,6 @@
 Triton decides when a kernel is defined whether it is interpreted, so this needs a process of its own.
 """
 
-import functools
 import itertools
 import json
 import sys
@@ -14,7 +13,7 @@ from torch import Tensor
 
 import vitlab
 from vitlab.kernels import attention as kernels
-from vitlab.models.vit import Attention
+from vitlab.kernels.install import use_attention
 
 SHAPES = ((2, 5, 2, 32), (1, 197, 1, 64), (2, 65, 1, 48), (1, 64, 2, 16), (1, 256, 1, 64), (3, 1, 1, 64))
 
@@ -85,9 +84,8 @@ def layer_errors() -> dict[str, float]:
     images = torch.randn(2, 3, 32, 32)
     model = vitlab.build(plain.config)
     model.load_state_dict(plain.state_dict())
-    for layer in model.modules():
-        if isinstance(layer, Attention):
-            layer.forward = functools.partial(kernels.attend_layer, layer)  # type: ignore[method-assign]
+    use_attention(model, torch.device("cpu"))
+    assert sum("forward" in vars(layer) for layer in model.modules()) == 2
     plain.double()(images.double()).square().sum().backward()
     if "compiled" in sys.argv:
         model.compile(backend="aot_eager", fullgraph=True)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import vitlab
-from vitlab.kernels.install import is_plain, use_kernels
+from vitlab.kernels.install import is_plain, use_attention, use_dropout, use_kernels
 from vitlab.models.vit import Attention
 
 SCRIPT = Path(__file__).with_name("interpreted_attention.py")
@@ -57,6 +57,18 @@ def test_without_a_gpu_a_model_stays_as_it_is() -> None:
     model = vitlab.create("Ti/16", image_size=32, depth=1, dropout=0.1)
     use_kernels(model, compiled=True)
     assert all("forward" not in vars(part) for part in model.modules())
+
+
+@pytest.mark.slow  # imports Triton
+def test_where_a_kernel_does_not_run_a_line_says_so_and_torch_computes(caplog: pytest.LogCaptureFixture) -> None:
+    """Triton has no driver for a CPU: its launch fails, as one does that needs more shared memory than a GPU has."""
+    pytest.importorskip("triton")
+    model = vitlab.create("Ti/16", image_size=32, depth=2, width=32, heads=2, mlp=32, dropout=0.1)
+    for use in (use_attention, use_dropout):
+        use(model, torch.device("cpu"))
+    assert all("forward" not in vars(part) for part in model.modules())
+    assert [r.getMessage().split()[0] for r in caplog.records] == ["attention", "dropout"]
+    model(torch.randn(1, 3, 32, 32)).sum().backward()
 
 
 def test_layers_that_change_queries_and_keys_are_left_out() -> None:
