@@ -130,17 +130,17 @@ def check_attention(report: Report) -> None:
             plain = fused(x)
             plain_gradient = torch.autograd.grad(plain, x, dy)[0]
             row = {"plain": distance(plain, y), "plain_gradient": distance(plain_gradient, gradient)}
-            own, lse = kernels.triton_forward(qkv, kernels.forward_blocks(tokens))
+            own, lse = kernels.triton_forward(qkv, kernels.FORWARD)
             row["triton"] = distance(own, y)
             cudnn, cudnn_lse = kernels.cudnn_forward(qkv)
             row["cudnn"], row["cudnn_lse"] = distance(cudnn, y), distance(cudnn_lse, lse.double())
             strange = qkv.transpose(1, 3).contiguous().transpose(1, 3)  # other strides
-            row["strides"] = distance(kernels.triton_forward(strange, kernels.forward_blocks(tokens))[0], y)
-            for loop, rows in itertools.product(("queries", "keys"), (64, 128)):
-                blocks = kernels.Blocks(loop, rows, 8 if tokens > 128 else 4)  # type: ignore[arg-type]
+            row["strides"] = distance(kernels.triton_forward(strange, kernels.FORWARD)[0], y)
+            for rows in (64, 128):
+                blocks = kernels.Blocks(rows, 8 if tokens > 128 else 4)
                 with report.part(f"check {name} {blocks}"):
                     found = kernels.triton_backward(dy, qkv, own, lse, blocks)
-                    row[f"{loop}_{rows}_gradient"] = distance(found, gradient)
+                    row[f"{rows}_gradient"] = distance(found, gradient)
             report.add(part="check", shape=name, **{key: float(f"{value:.3g}") for key, value in row.items()})
 
 
@@ -163,14 +163,14 @@ def time_attention(report: Report, model: str) -> None:
     with report.part(f"{model} cudnn with sums"):
         report.add(part="attention", model=model, kernel="op", forward=milliseconds(kernels.cudnn_forward, qkv))
     for rows, warps, stages in ((64, 4, 1), (64, 4, 2), (64, 8, 1), (128, 8, 1), (128, 8, 2)):
-        blocks = kernels.Blocks("queries", rows, warps, stages)
+        blocks = kernels.Blocks(rows, warps, stages)
         with report.part(f"{model} forward {blocks}"):
             forward = milliseconds(kernels.triton_forward, qkv, blocks)
             report.add(part="attention", model=model, kernel="triton", blocks=vars(blocks), forward=forward)
-    own, lse = kernels.triton_forward(qkv, kernels.forward_blocks(tokens))
+    own, lse = kernels.triton_forward(qkv, kernels.FORWARD)
     times: dict[kernels.Blocks, float] = {}
-    for loop, rows, warps, stages in BACKWARD:
-        blocks = kernels.Blocks(loop, rows, warps, stages)
+    for rows, warps, stages in BACKWARD:
+        blocks = kernels.Blocks(rows, warps, stages)
         with report.part(f"{model} backward {blocks}"):
             times[blocks] = milliseconds(kernels.triton_backward, dy, qkv, own, lse, blocks)
             report.add(part="attention", model=model, kernel="triton", blocks=vars(blocks), backward=times[blocks])
@@ -179,12 +179,10 @@ def time_attention(report: Report, model: str) -> None:
     kernels.backward_blocks = lambda tokens: best
 
 
-# no rows below 64: see attention.py
-BACKWARD: tuple[tuple[Any, int, int, int], ...] = (
-    *(("keys", rows, 8, stages) for rows, stages in ((128, 2), (128, 3), (64, 1), (64, 2), (64, 3))),
-    *(("keys", rows, 16, stages) for rows, stages in ((128, 1), (128, 2), (64, 2))),
-    *(("queries", rows, 8, stages) for rows, stages in ((64, 1), (128, 2))),
-    *(("queries", rows, 16, stages) for rows, stages in ((64, 1), (128, 1))),
+# rows, warps and stages; no rows below 64: see attention.py
+BACKWARD = (
+    *((rows, 8, stages) for rows, stages in ((128, 2), (128, 3), (64, 1), (64, 2), (64, 3))),
+    *((rows, 16, stages) for rows, stages in ((128, 1), (128, 2), (64, 2))),
 )
 
 
