@@ -216,13 +216,16 @@ def test_a_run_in_8_bits_learns_and_resumes_with_its_scales(tmp_path: Path) -> N
     assert_same_tensors(tmp_path / "run", tmp_path / "parts", "checkpoints/last/state.safetensors")
 
 
-def test_a_resnet_has_no_products_in_8_bits(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "model": "R50x1",
-        "image_size": (32, 32),
-        "model_settings": {},
-        "precision": "fp8",
-        "device": "cpu",
-    }
-    with pytest.raises(UserError, match="fp8"):
-        train_small(tmp_path, **settings)
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model": "R50x1", "image_size": (32, 32), "model_settings": {}}, "a transformer in one process"),
+        ({"freeze": "body"}, "an MLP that learns"),
+        ({"width": 24}, "16 divides"),
+    ],
+)
+def test_where_nothing_is_in_8_bits_the_run_does_not_start(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=f"^precision=fp8 .*{words}.*; use precision=bfloat16$"):
+        train_small(tmp_path, precision="fp8", device="cpu", **settings)

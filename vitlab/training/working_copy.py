@@ -14,7 +14,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from vitlab.kernels.fp8 import update_maxima, use_float8
+from vitlab.kernels.fp8 import Maxima, use_float8
 from vitlab.models.resnet import StdConv
 from vitlab.models.rotary import Rotary
 
@@ -39,15 +39,21 @@ class WorkingCopy:
         self.own: list[Tensor] = [own for own, _ in trained]
         self.cast: list[Tensor] = [cast for _, cast in trained]
         self.float8 = use_float8(self.module) if float8 else {}
+        self.maxima = Maxima(self.float8.values())
 
     def scales(self) -> dict[str, Tensor]:
         """The state of its own that the copy has, by the names of layers."""
         return {name: layer.maxima for name, layer in self.float8.items()}
 
-    def follow(self, passes: int) -> None:
-        """After a step of the optimizer, which had gradients of so many passes."""
-        update_maxima(self.float8.values(), passes)
+    def follow(self) -> None:
+        """After a step of the optimizer."""
+        self.maxima.update()
         self.refresh_trained()
+
+    def forget(self) -> None:
+        """Drop what the passes of a step that is not completed have left."""
+        self.module.zero_grad()
+        self.maxima.seen = {}
 
     @torch.no_grad()
     def refresh_trained(self) -> None:
@@ -62,7 +68,8 @@ class WorkingCopy:
 
     @torch.no_grad()
     def move_gradients(self) -> None:
-        """Add the copy's gradients to the model's, in float32; the copy keeps none."""
+        """After a pass: add the copy's gradients to the model's, in float32; the copy keeps none."""
+        self.maxima.note()
         new: list[Tensor] = []
         first: list[Tensor] = []
         total: list[Tensor] = []
