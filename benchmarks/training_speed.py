@@ -1,9 +1,9 @@
 """How fast the training step is on one GPU, piece by piece: python benchmarks/training_speed.py --out speed.jsonl
 
 Its parts can be chosen (--only): the attention kernels alone, checked against float64 and timed beside torch's own,
-over block sizes; vitlab's own training step, as it was before and with each fast piece; timm's model in a plain loop
-with the same optimizer. Every result is a line of JSON, written as soon as it is there; what fails becomes a line with
-the error, and the rest goes on. `--only losses` trains 300 steps from scratch on each path.
+over block sizes; vitlab's own training step, plain, with the working copy, and with the kernels too; timm's model in a
+plain loop with the same optimizer. Every result is a line of JSON, written as soon as it is there; what fails becomes a
+line with the error, and the rest goes on. `--only losses` trains 300 steps from scratch on each path.
 """
 
 import argparse
@@ -40,7 +40,7 @@ SHAPES = {"B/16": (256, 197, 12, 64), "L/16": (128, 197, 16, 64)}  # images, tok
 CHECKED = ((3, 64, 6, 64), (3, 197, 12, 64), (2, 196, 3, 64), (4, 50, 2, 32), (2, 65, 6, 48), (1, 256, 2, 64))
 PEERS = {"B/16": "vit_base_patch16_224", "L/16": "vit_large_patch16_224"}
 WARM_UP, ROUNDS, STEPS = 6, 3, 12
-ALL = ("copy", "attention")  # the fast pieces
+ALL = ("copy", "kernels")  # the fast pieces: working_copy.py, and all of install.py
 DEVICE = "cuda"
 LOSSES = 20  # steps whose losses are compared
 
@@ -249,7 +249,7 @@ def compare_losses(report: Report, model: str, steps: int = 300) -> None:
 def chosen(fast: tuple[str, ...]) -> Iterator[None]:
     """Train with some of the fast pieces."""
     copies = property(lambda self: "copy" in fast and self.bf16)
-    install = use_kernels if "attention" in fast else lambda module, compiled: None
+    install = use_kernels if "kernels" in fast else lambda module, compiled: None
     with (
         patch.object(Trainer, "uses_working_copy", copies),
         patch.object(trainer_module, "use_kernels", install),
