@@ -1,9 +1,9 @@
 """How fast the training step is on one GPU, piece by piece: python benchmarks/training_speed.py --out speed.jsonl
 
 Its parts can be chosen (--only): the attention kernels alone, checked against float64 and timed beside torch's own,
-over block sizes; vitlab's own training step, as it was before and with each fast piece; timm's model in a plain loop
-with the same optimizer. Every result is a line of JSON, written as soon as it is there; what fails becomes a line with
-the error, and the rest goes on. `--only losses` trains 300 steps from scratch on each path.
+over block sizes; vitlab's own training step, plain, with the working copy, and with the kernels too; timm's model in a
+plain loop with the same optimizer. Every result is a line of JSON, written as soon as it is there; what fails becomes a
+line with the error, and the rest goes on. `--only losses` trains 300 steps from scratch on each path.
 """
 
 import argparse
@@ -40,7 +40,7 @@ SHAPES = {"B/16": (256, 197, 12, 64), "L/16": (128, 197, 16, 64)}  # images, tok
 CHECKED = ((3, 64, 6, 64), (3, 197, 12, 64), (2, 196, 3, 64), (4, 50, 2, 32), (2, 65, 6, 48), (1, 256, 2, 64))
 PEERS = {"B/16": "vit_base_patch16_224", "L/16": "vit_large_patch16_224"}
 WARM_UP, ROUNDS, STEPS = 6, 3, 12
-ALL = ("copy", "attention")  # the fast pieces
+ALL = ("copy", "kernels")  # the fast pieces: working_copy.py, and all of install.py
 DEVICE = "cuda"
 LOSSES = 20  # steps whose losses are compared
 
@@ -130,17 +130,17 @@ def check_attention(report: Report) -> None:
             plain = fused(x)
             plain_gradient = torch.autograd.grad(plain, x, dy)[0]
             row = {"plain": distance(plain, y), "plain_gradient": distance(plain_gradient, gradient)}
-            own, lse = kernels.triton_forward(qkv, kernels.forward_blocks(tokens))
+            own, lse = kernels.triton_forward(qkv, kernels.FORWARD)
             row["triton"] = distance(own, y)
             cudnn, cudnn_lse = kernels.cudnn_forward(qkv)
             row["cudnn"], row["cudnn_lse"] = distance(cudnn, y), distance(cudnn_lse, lse.double())
             strange = qkv.transpose(1, 3).contiguous().transpose(1, 3)  # other strides
-            row["strides"] = distance(kernels.triton_forward(strange, kernels.forward_blocks(tokens))[0], y)
-            for loop, rows in itertools.product(("queries", "keys"), (64, 128)):
-                blocks = kernels.Blocks(loop, rows, 8 if tokens > 128 else 4)  # type: ignore[arg-type]
+            row["strides"] = distance(kernels.triton_forward(strange, kernels.FORWARD)[0], y)
+            for rows in (64, 128):
+                blocks = kernels.Blocks(rows, 8 if tokens > 128 else 4)
                 with report.part(f"check {name} {blocks}"):
                     found = kernels.triton_backward(dy, qkv, own, lse, blocks)
-                    row[f"{loop}_{rows}_gradient"] = distance(found, gradient)
+                    row[f"{rows}_gradient"] = distance(found, gradient)
             report.add(part="check", shape=name, **{key: float(f"{value:.3g}") for key, value in row.items()})
 
 
@@ -163,14 +163,14 @@ def time_attention(report: Report, model: str) -> None:
     with report.part(f"{model} cudnn with sums"):
         report.add(part="attention", model=model, kernel="op", forward=milliseconds(kernels.cudnn_forward, qkv))
     for rows, warps, stages in ((64, 4, 1), (64, 4, 2), (64, 8, 1), (128, 8, 1), (128, 8, 2)):
-        blocks = kernels.Blocks("queries", rows, warps, stages)
+        blocks = kernels.Blocks(rows, warps, stages)
         with report.part(f"{model} forward {blocks}"):
             forward = milliseconds(kernels.triton_forward, qkv, blocks)
             report.add(part="attention", model=model, kernel="triton", blocks=vars(blocks), forward=forward)
-    own, lse = kernels.triton_forward(qkv, kernels.forward_blocks(tokens))
+    own, lse = kernels.triton_forward(qkv, kernels.FORWARD)
     times: dict[kernels.Blocks, float] = {}
-    for loop, rows, warps, stages in BACKWARD:
-        blocks = kernels.Blocks(loop, rows, warps, stages)
+    for rows, warps, stages in BACKWARD:
+        blocks = kernels.Blocks(rows, warps, stages)
         with report.part(f"{model} backward {blocks}"):
             times[blocks] = milliseconds(kernels.triton_backward, dy, qkv, own, lse, blocks)
             report.add(part="attention", model=model, kernel="triton", blocks=vars(blocks), backward=times[blocks])
@@ -179,12 +179,10 @@ def time_attention(report: Report, model: str) -> None:
     kernels.backward_blocks = lambda tokens: best
 
 
-# no rows below 64: see attention.py
-BACKWARD: tuple[tuple[Any, int, int, int], ...] = (
-    *(("keys", rows, 8, stages) for rows, stages in ((128, 2), (128, 3), (64, 1), (64, 2), (64, 3))),
-    *(("keys", rows, 16, stages) for rows, stages in ((128, 1), (128, 2), (64, 2))),
-    *(("queries", rows, 8, stages) for rows, stages in ((64, 1), (128, 2))),
-    *(("queries", rows, 16, stages) for rows, stages in ((64, 1), (128, 1))),
+# rows, warps and stages; no rows below 64: see attention.py
+BACKWARD = (
+    *((rows, 8, stages) for rows, stages in ((128, 2), (128, 3), (64, 1), (64, 2), (64, 3))),
+    *((rows, 16, stages) for rows, stages in ((128, 1), (128, 2), (64, 2))),
 )
 
 
@@ -251,7 +249,7 @@ def compare_losses(report: Report, model: str, steps: int = 300) -> None:
 def chosen(fast: tuple[str, ...]) -> Iterator[None]:
     """Train with some of the fast pieces."""
     copies = property(lambda self: "copy" in fast and self.bf16)
-    install = use_kernels if "attention" in fast else lambda module, compiled: None
+    install = use_kernels if "kernels" in fast else lambda module, compiled: None
     with (
         patch.object(Trainer, "uses_working_copy", copies),
         patch.object(trainer_module, "use_kernels", install),

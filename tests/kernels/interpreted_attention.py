@@ -3,10 +3,7 @@
 Triton decides when a kernel is defined whether it is interpreted, so this needs a process of its own.
 """
 
-import functools
-import itertools
 import json
-import sys
 from collections.abc import Callable
 
 import torch
@@ -14,7 +11,7 @@ from torch import Tensor
 
 import vitlab
 from vitlab.kernels import attention as kernels
-from vitlab.models.vit import Attention
+from vitlab.kernels.install import use_attention
 
 SHAPES = ((2, 5, 2, 32), (1, 197, 1, 64), (2, 65, 1, 48), (1, 64, 2, 16), (1, 256, 1, 64), (3, 1, 1, 64))
 
@@ -44,23 +41,15 @@ def backwards(x: Tensor) -> Tensor:
     return x.transpose(1, -1).contiguous().transpose(1, -1)
 
 
-def errors(shape: tuple[int, int, int, int]) -> dict[str, float]:
+def errors(shape: tuple[int, int, int, int], arrange: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[str, float]:
     images, tokens, heads, width = shape
     qkv, dy = torch.randn(images, tokens, 3, heads, width), torch.randn(images, tokens, heads, width)
     y, sums, gradient = reference(qkv, dy)
-    found: dict[str, float] = {}
-    arrangements: dict[str, Callable[[Tensor], Tensor]] = {"plain": Tensor.clone, "strided": strided}
-    for name, arrange in (arrangements | {"backwards": backwards}).items():
-        x = arrange(qkv).requires_grad_()
-        out = kernels.attend(x)
-        found[f"{name} values"] = error(out, y)
-        found[f"{name} gradient"] = error(torch.autograd.grad(out, x, arrange(dy))[0], gradient)
-    out, lse = kernels.triton_forward(qkv, kernels.Blocks("queries", 16, 4))
-    found["sums"] = error(lse, sums)
-    for loop, rows in itertools.product(("queries", "keys"), (16, 64)):
-        blocks = kernels.Blocks(loop, rows, 4)  # type: ignore[arg-type]
-        found[f"{loop} {rows}"] = error(kernels.triton_backward(dy, qkv, out, lse, blocks), gradient)
-    return found
+    x = arrange(qkv).requires_grad_()
+    out = kernels.attend(x)
+    found = torch.autograd.grad(out, x, arrange(dy))[0]
+    lse = kernels.triton_forward(x.detach(), kernels.FORWARD)[1]
+    return {"values": error(out, y), "gradient": error(found, gradient), "sums": error(lse, sums)}
 
 
 def large_logits() -> dict[str, list[float]]:
@@ -76,20 +65,18 @@ def large_logits() -> dict[str, list[float]]:
     return {"values": [error(out, y) for out in outs], "gradient": [error(found, gradient) for found in gradients]}
 
 
-def layer_errors() -> dict[str, float]:
+def layer_errors(*, compiled: bool) -> dict[str, float]:
     """A model's gradients in float32 with the kernel in every layer, against the plain model's in float64."""
-    kernels.is_supported = lambda qkv: True  # on a CPU it is not, but for the interpreter
     plain = vitlab.create("Ti/8", image_size=32, depth=2, width=64, heads=2, mlp=32, classes=3, qkv_bias="qv")
     for p in plain.parameters():
         torch.nn.init.normal_(p, std=0.1)
     images = torch.randn(2, 3, 32, 32)
     model = vitlab.build(plain.config)
     model.load_state_dict(plain.state_dict())
-    for layer in model.modules():
-        if isinstance(layer, Attention):
-            layer.forward = functools.partial(kernels.attend_layer, layer)  # type: ignore[method-assign]
+    use_attention(model, torch.device("cpu"))
+    assert sum("forward" in vars(layer) for layer in model.modules()) == 2
     plain.double()(images.double()).square().sum().backward()
-    if "compiled" in sys.argv:
+    if compiled:
         model.compile(backend="aot_eager", fullgraph=True)
     model(images).square().sum().backward()
     both = zip(model.named_parameters(), plain.parameters(), strict=True)
@@ -98,8 +85,8 @@ def layer_errors() -> dict[str, float]:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    if "layer" in sys.argv:
-        print(json.dumps(layer_errors()))
-    else:
-        shapes = {"x".join(map(str, shape)): errors(shape) for shape in SHAPES}
-        print(json.dumps([shapes, large_logits()]))
+    kernels.is_supported = lambda qkv: True  # on a CPU it is not, but for the interpreter
+    found = {"x".join(map(str, shape)): errors(shape) for shape in SHAPES}
+    found |= {arrange.__name__: errors(SHAPES[0], arrange) for arrange in (strided, backwards)}
+    layers = {"eager": layer_errors(compiled=False), "compiled": layer_errors(compiled=True)}
+    print(json.dumps({"shapes": found, "large logits": large_logits(), "layers": layers}))

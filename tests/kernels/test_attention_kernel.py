@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import vitlab
-from vitlab.kernels.install import is_plain, use_kernels
+from vitlab.kernels.install import is_plain, use_attention, use_dropout, use_kernels
 from vitlab.models.vit import Attention
 
 SCRIPT = Path(__file__).with_name("interpreted_attention.py")
@@ -21,42 +21,51 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
 FLOAT32 = 2e-6  # relative error; eps is 1.2e-7, and sums are of up to 256 products
 
 
-def interpreted(*words: str) -> Any:
+@pytest.fixture(scope="module")
+def interpreted() -> Any:
     """What interpreted_attention.py prints."""
     pytest.importorskip("triton")
     env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(SCRIPT), *words]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
-def test_values_and_gradients_are_float64s() -> None:
-    """At odd sizes, with any strides, looping over queries or over keys."""
-    found, large = interpreted()
-    wrong = {f"{shape} {name}": e for shape, row in found.items() for name, e in row.items() if not e < FLOAT32}
-    assert not wrong
-    for own, plain in large.values():  # exponents of hundreds have large errors in float32 themselves
+@pytest.mark.slow  # Triton interpreted, as the next one
+def test_values_and_gradients_are_float64s(interpreted: Any) -> None:
+    """At odd sizes, with any strides."""
+    errors = {f"{shape} {name}": e for shape, row in interpreted["shapes"].items() for name, e in row.items()}
+    assert len(errors) == 24
+    assert not {name: e for name, e in errors.items() if not e < FLOAT32}
+    for own, plain in interpreted["large logits"].values():  # exponents of hundreds have large errors in float32 too
         assert own < 3 * plain
 
 
-@pytest.mark.slow  # Triton interpreted
-def test_a_models_gradients_are_float64s() -> None:
-    errors = interpreted("layer")
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_a_models_gradients_are_float64s(interpreted: Any, mode: str) -> None:
+    """Compiled it is one graph, without a break."""
+    errors = interpreted["layers"][mode]
     assert len(errors) > 30
     assert max(errors.values()) < 1e-5
-
-
-@pytest.mark.slow
-def test_it_compiles_without_a_break() -> None:
-    assert max(interpreted("layer", "compiled").values()) < 1e-5
 
 
 def test_without_a_gpu_a_model_stays_as_it_is() -> None:
     model = vitlab.create("Ti/16", image_size=32, depth=1, dropout=0.1)
     use_kernels(model, compiled=True)
     assert all("forward" not in vars(part) for part in model.modules())
+
+
+@pytest.mark.slow  # imports Triton
+def test_where_a_kernel_does_not_run_a_line_says_so_and_torch_computes(caplog: pytest.LogCaptureFixture) -> None:
+    """Triton has no driver for a CPU: its launch fails, as one does that needs more shared memory than a GPU has."""
+    pytest.importorskip("triton")
+    model = vitlab.create("Ti/16", image_size=32, depth=2, width=32, heads=2, mlp=32, dropout=0.1)
+    for use in (use_attention, use_dropout):
+        use(model, torch.device("cpu"))
+    assert all("forward" not in vars(part) for part in model.modules())
+    assert [r.getMessage().split()[0] for r in caplog.records] == ["attention", "dropout"]
+    model(torch.randn(1, 3, 32, 32)).sum().backward()
 
 
 def test_layers_that_change_queries_and_keys_are_left_out() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import vitlab
-from vitlab.kernels.fp8 import FORGET, MARGIN, Float8Linear, has_float8, multiply, quantize, update_maxima, use_float8
+from vitlab.kernels.fp8 import FORGET, MARGIN, Float8Linear, Maxima, has_float8, multiply, quantize, use_float8
 
 SCALE_1 = (448 / MARGIN, 57344 / MARGIN, 448 / MARGIN)  # maxima at which a number is stored as itself
 
@@ -54,19 +54,37 @@ def test_other_numbers_are_within_the_formats_rounding() -> None:
 def test_scales_follow_what_is_seen() -> None:
     part = layer(maxima=(1.0, 1.0, 1.0))
     part.weight.data.fill_(0.25)
-    x = torch.full((16, 32), 0.5, dtype=torch.bfloat16)
-    part(x).backward(torch.full((16, 16), 0.125, dtype=torch.bfloat16))
-    update_maxima([part], 1)
+    maxima = Maxima([part])
+    step(maxima, (part, 0.5, 0.125))
     torch.testing.assert_close(part.maxima.data, torch.full((3,), FORGET))  # 0.5, 0.125 and 0.25 were below
     assert part.maxima.grad is None
-    for _ in range(2):  # two passes: their maxima add up as gradients do, and are divided by their number
-        part(4 * x).backward(torch.zeros(16, 16, dtype=torch.bfloat16))
-    update_maxima([part], 2)
+    step(maxima, (part, 2.0, 0.0))
     # 2.0 is beyond 0.9 * MARGIN, at which it saturates, so it takes another step
     assert part.maxima[0].item() == pytest.approx(FORGET * MARGIN, rel=1 / 16)
-    part(4 * x).backward(torch.zeros(16, 16, dtype=torch.bfloat16))
-    update_maxima([part], 1)
+    step(maxima, (part, 2.0, 0.0))
     assert part.maxima[0].item() == pytest.approx(2.0, rel=1 / 16)
+
+
+def test_the_largest_of_all_passes_of_a_step_counts() -> None:
+    """In any order, also where another layer was not used; and nothing of a step stays for the next one."""
+    first, other = (layer(maxima=(1.0, 1.0, 1.0)) for _ in range(2))
+    maxima = Maxima([first, other])
+    step(maxima, (first, 0.5, 1.75), (first, 1.5, 0.25), (first, 0.25, 0.5))
+    assert first.maxima[:2].tolist() == pytest.approx([1.5, 1.75], rel=1 / 8)
+    assert other.maxima.tolist() == [1.0, 1.0, 1.0]
+    before = first.maxima[:2].tolist()
+    step(maxima, (first, 0.5, 0.5), (other, 1.5, 0.5))
+    assert first.maxima[:2].tolist() == pytest.approx([FORGET * x for x in before])
+    assert other.maxima[0].item() == pytest.approx(1.5, rel=1 / 16)
+
+
+def step(maxima: Maxima, *passes: tuple[Float8Linear, float, float]) -> None:
+    """Passes of a layer on values and gradients that are all the same number, then the end of the step."""
+    for part, value, gradient in passes:
+        x = torch.full((16, 32), value, dtype=torch.bfloat16)
+        part(x).backward(torch.full((16, 16), gradient, dtype=torch.bfloat16))
+        maxima.note()
+    maxima.update()
 
 
 def test_a_models_mlps_are_replaced_and_nothing_else() -> None:
@@ -77,6 +95,17 @@ def test_a_models_mlps_are_replaced_and_nothing_else() -> None:
     assert [name for name, _ in model.named_parameters() if not name.endswith("maxima")] == names
     odd = vitlab.create("Ti/16", image_size=32, depth=1, width=24, heads=2, mlp=48, classes=3)
     assert not use_float8(odd)  # 24 is no multiple of 16
+
+
+def test_no_gradient_goes_through_a_frozen_body() -> None:
+    model = vitlab.create("Ti/16", image_size=32, depth=2, width=32, heads=2, mlp=48, classes=3)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.startswith(("blocks.1", "head")))
+    assert list(use_float8(model)) == ["blocks.1.mlp.up", "blocks.1.mlp.down"]
+    seen: list[bool] = []
+    model.get_submodule("blocks.0").register_forward_hook(lambda *args: seen.append(args[2].requires_grad))
+    model(torch.randn(1, 3, 32, 32))
+    assert seen == [False]
 
 
 @pytest.mark.gpu

@@ -1,7 +1,5 @@
 """The largest batch that fits: a bounded search, and a count against one that is made by hand."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -52,8 +50,8 @@ def test_a_count_fits_and_one_more_does_not() -> None:
 def test_larger_images_and_models_leave_room_for_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "free_bytes", lambda device: 2**30)
     cpu = torch.device("cpu")
-    found = [largest_batch(config("R50x1", size), cpu, most=10**6) for size in (32, 64, 128)]
-    assert all(a > 3 * b > 0 for a, b in itertools.pairwise(found))  # four times the pixels
+    found = [largest_batch(config("R50x1", size), cpu, most=10**6) for size in (32, 64)]
+    assert found[0] > 3 * found[1] > 0  # four times the pixels
     assert largest_batch(config("R50x1", 32), cpu, most=5) == 5
 
 

@@ -159,9 +159,9 @@ MASKED = change(SMALL, objective="masked", mixup=0.0, label_smoothing=0.0)
 
 @pytest.mark.parametrize("target", ["4x4", "pixels"])
 def test_a_run_of_each_target_resumes_to_the_bit(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = change(MASKED, masked_target=target, corruption=0.25)
+    recipe = change(MASKED, masked_target=target, corruption=0.25, steps=6)
     train_small(tmp_path / "plain", recipe=recipe)
-    with killed_at(6, monkeypatch):
+    with killed_at(5, monkeypatch):
         train_small(tmp_path / "killed", recipe=recipe)
     train_small(tmp_path / "killed", recipe=recipe, resume=True)
     assert_same_run(tmp_path / "plain", tmp_path / "killed")

@@ -111,11 +111,11 @@ def photos(folder: Path) -> Path:
 
 def test_another_number_of_workers_mid_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = dataclasses.replace(
-        SMALL, model="Ti/28", data=str(photos(tmp_path / "photos")), image_size=(112, 112), batch=6, micro=3, steps=12
+        SMALL, model="Ti/28", data=str(photos(tmp_path / "photos")), image_size=(112, 112), batch=6, micro=3, steps=8
     )
-    recipe = dataclasses.replace(recipe, evaluate_every=12)  # every test starts its own workers
+    recipe = dataclasses.replace(recipe, evaluate_every=8)  # every test starts its own workers
     train_small(tmp_path / "one", recipe=recipe, workers=0)
-    with killed_at(7, monkeypatch):  # 48 of 27 images: in the middle of the second epoch
+    with killed_at(5, monkeypatch):  # in the second epoch of 27 images; the checkpoint is at 24 of the first
         train_small(tmp_path / "two", recipe=recipe, workers=1)
     train_small(tmp_path / "two", recipe=recipe, workers=2, resume=True)
     assert_same_run(tmp_path / "one", tmp_path / "two")
@@ -211,11 +211,11 @@ def test_without_validation_there_is_no_best(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("share", "part"), [(None, 0.1), (0.2, 0.2)])
 def test_a_part_of_train_is_held_out_to_choose_on(tmp_path: Path, share: float | None, part: float) -> None:
     data = dataclasses.replace(few_digits(), validation=None)
-    result = train(change(SMALL, validation=share), tmp_path / "run", console=Console(quiet=True), data=data)
+    result = train(change(SMALL, validation=share, steps=8), tmp_path / "run", console=Console(quiet=True), data=data)
     assert result.data.validation is not None
     assert len(result.data.train) + len(result.data.validation) == len(data.train)
     assert f"validation is {part} of the training images" in result.data.note
-    assert [r["step"] for r in records(tmp_path / "run") if "validation" in r] == [7, 14, 20]
+    assert [r["step"] for r in records(tmp_path / "run") if "validation" in r] == [7, 8]
     assert (tmp_path / "run" / "checkpoints" / "best").exists()
 
 

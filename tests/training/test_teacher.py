@@ -275,9 +275,9 @@ def test_the_features_error_starts_at_one_and_falls() -> None:
 def test_a_run_resumes_to_the_bit(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, float]
 ) -> None:
-    settings: dict[str, Any] = {"teacher": str(digits), "steps": 8, **changes}
+    settings: dict[str, Any] = {"teacher": str(digits), "steps": 6, **changes}
     train_small(tmp_path / "plain", **settings)
-    with killed_at(6, monkeypatch):
+    with killed_at(5, monkeypatch):
         train_small(tmp_path / "cut", **settings)
     train_small(tmp_path / "cut", resume=True, **settings)
     assert_same_run(tmp_path / "plain", tmp_path / "cut")
@@ -330,7 +330,8 @@ def test_settings_that_learn_nothing_are_refused() -> None:
 
 
 def test_masked_patches_learn_features(digits: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"objective": "masked", "teacher_share": 0.0, "ema": 0.0, "steps": 6}
+    settings: dict[str, Any] = {"objective": "masked", "teacher_share": 0.0, "ema": 0.0, "steps": 2}
+    settings |= {"warmup": 0, "log_every": 1}
     train_small(tmp_path / "run", teacher=str(digits), teacher_features=1.0, **settings)
     train_small(tmp_path / "plain", **{k: v for k, v in settings.items() if k != "teacher_share"})
     taught, plain = ([r["loss"] for r in records(tmp_path / x) if "loss" in r] for x in ("run", "plain"))
@@ -341,7 +342,7 @@ def test_masked_patches_learn_features(digits: Path, tmp_path: Path) -> None:
 def test_low_rank_updates_learn_from_a_teacher(digits: Path, tmp_path: Path) -> None:
     vitlab.save(tiny(classes=3), tmp_path / "base")
     settings: dict[str, Any] = {"weights": str(tmp_path / "base"), "lora": 2, "teacher_features": 0.5, "depth": 1}
-    train_small(tmp_path / "run", teacher=str(digits), steps=6, **settings)
+    train_small(tmp_path / "run", teacher=str(digits), steps=2, warmup=0, **settings)
     assert vitlab.load(tmp_path / "run").config.classes == 10
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import assert_same_run, assert_same_tensors, records, train_small
+from small_runs import SMALL, assert_same_run, assert_same_tensors, records, train_small
 from torch import Tensor, nn
 
 import vitlab
@@ -115,9 +115,32 @@ def test_frozen_weights_stay_frozen() -> None:
     assert len(working.own) == 2
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_refreshed_copy_has_all_of_the_model(frozen: bool) -> None:
+    """Also what does not learn, and a fixed table, which need not be the formula's: it may have been resampled."""
+    model = small(positions="sincos2d").requires_grad_(not frozen)
+    working = WorkingCopy(model)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.normal_()
+    working.refresh()
+    copied = working.module.state_dict()
+    assert len(copied) == len(model.state_dict()) > 30
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(copied[name], tensor.to(copied[name].dtype)), name
+
+
 # ---- runs
 
-BF16: dict[str, Any] = {"precision": "bfloat16", "device": "cpu", "workers": 0}
+BF16: dict[str, Any] = {"precision": "bfloat16", "device": "cpu", "workers": 0, "steps": 6}
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in bfloat16 that nothing interrupts."""
+    out = tmp_path_factory.mktemp("complete") / "run"
+    train_small(out, **BF16)
+    return out
 
 
 def losses(out: Path) -> list[float]:
@@ -126,14 +149,16 @@ def losses(out: Path) -> list[float]:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_is_that_of_mixed_precision_to_rounding(
-    tmp_path: Path, optimizer: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, complete: Path, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With micro-batches, clipping, dropout, an average and validations; the checkpoint has the same tensors."""
-    train_small(tmp_path / "copy", steps=8, optimizer=optimizer, **BF16)
+    """With micro-batches, clipping, dropout, an average and a validation; the checkpoint has the same tensors."""
+    runs = complete if optimizer == SMALL.optimizer else tmp_path / "copy", tmp_path / "plain"
+    if runs[0] != complete:
+        train_small(runs[0], optimizer=optimizer, **BF16)
     monkeypatch.setattr(Trainer, "uses_working_copy", property(lambda self: False))
-    train_small(tmp_path / "plain", steps=8, optimizer=optimizer, **BF16)
-    np.testing.assert_allclose(losses(tmp_path / "copy"), losses(tmp_path / "plain"), rtol=2e-3)
-    states = [load_file(tmp_path / name / "checkpoints/last/state.safetensors") for name in ("copy", "plain")]
+    train_small(runs[1], optimizer=optimizer, **BF16)
+    np.testing.assert_allclose(losses(runs[0]), losses(runs[1]), rtol=2e-3)
+    states = [load_file(run / "checkpoints/last/state.safetensors") for run in runs]
     kinds = [{name: (t.shape, t.dtype) for name, t in state.items()} for state in states]
     assert kinds[0] == kinds[1]
     assert {dtype for name, (_, dtype) in kinds[0].items()} == {torch.float32}
@@ -143,26 +168,33 @@ def test_a_run_is_that_of_mixed_precision_to_rounding(
         assert float((a - b).norm() / b.norm()) < 0.02
 
 
-def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
-    train_small(tmp_path / "complete", steps=8, **BF16)
-    interrupt(tmp_path / "parts")
-    train_small(tmp_path / "parts", steps=8, resume=True, **BF16)
+def test_a_resumed_run_is_the_run(tmp_path: Path, complete: Path) -> None:
+    interrupt(tmp_path / "parts", **BF16)
+    train_small(tmp_path / "parts", resume=True, **BF16)
+    assert_same_run(complete, tmp_path / "parts")
+
+
+def test_a_resumed_head_learns_on_the_frozen_body(tmp_path: Path) -> None:
+    settings = BF16 | {"freeze": "body"}
+    train_small(tmp_path / "complete", **settings)
+    interrupt(tmp_path / "parts", **settings)
+    train_small(tmp_path / "parts", resume=True, **settings)
     assert_same_run(tmp_path / "complete", tmp_path / "parts")
 
 
 def interrupt(out: Path, **settings: Any) -> None:
-    """A run of 8 steps that ends with the checkpoint at step 4."""
+    """A run that ends with the checkpoint at step 4."""
     before = Trainer.step
 
     def step(self: Trainer, number: int) -> Any:
-        if number == 5:
+        if number == 4:
             raise InterruptedError
         return before(self, number)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "step", step)
         with pytest.raises(InterruptedError):
-            train_small(out, steps=8, **(settings or BF16))
+            train_small(out, **settings)
 
 
 @pytest.mark.gpu
@@ -183,11 +215,10 @@ def test_a_run_on_a_gpu_is_the_plain_one_to_rounding(
 # ---- in 8 bits
 
 
-def test_a_run_in_8_bits_learns_and_resumes_with_its_scales(tmp_path: Path) -> None:
+def test_a_run_in_8_bits_learns_and_resumes_with_its_scales(tmp_path: Path, complete: Path) -> None:
     settings = BF16 | {"precision": "fp8"}
-    train_small(tmp_path / "run", steps=8, **settings)
-    train_small(tmp_path / "bf16", steps=8, **BF16)
-    np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "bf16"), rtol=5e-3)
+    train_small(tmp_path / "run", **settings)
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(complete), rtol=5e-3)
     state = load_file(tmp_path / "run" / "checkpoints/last/state.safetensors")
     scales = {name: tensor for name, tensor in state.items() if name.startswith("fp8/")}
     assert set(scales) == {f"fp8/blocks.{i}.mlp.{part}" for i in range(2) for part in ("up", "down")}
@@ -195,17 +226,20 @@ def test_a_run_in_8_bits_learns_and_resumes_with_its_scales(tmp_path: Path) -> N
         weight = state[f"model/{name.removeprefix('fp8/')}.weight"]
         assert 0.9 * float(weight.abs().max()) < float(maxima[2]) < 1.3 * float(weight.abs().max())
     interrupt(tmp_path / "parts", **settings)
-    train_small(tmp_path / "parts", steps=8, resume=True, **settings)
+    train_small(tmp_path / "parts", resume=True, **settings)
     assert_same_tensors(tmp_path / "run", tmp_path / "parts", "checkpoints/last/state.safetensors")
 
 
-def test_a_resnet_has_no_products_in_8_bits(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "model": "R50x1",
-        "image_size": (32, 32),
-        "model_settings": {},
-        "precision": "fp8",
-        "device": "cpu",
-    }
-    with pytest.raises(UserError, match="fp8"):
-        train_small(tmp_path, **settings)
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model": "R50x1", "image_size": (32, 32), "model_settings": {}}, "a transformer in one process"),
+        ({"freeze": "body"}, "an MLP that learns"),
+        ({"width": 24}, "16 divides"),
+    ],
+)
+def test_where_nothing_is_in_8_bits_the_run_does_not_start(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=f"^precision=fp8 .*{words}.*; use precision=bfloat16$"):
+        train_small(tmp_path, precision="fp8", device="cpu", **settings)

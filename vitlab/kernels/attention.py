@@ -7,27 +7,25 @@ Shapes: B images, N tokens, H heads, K head width.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from vitlab.kernels.attention_triton import forward_kernel, over_keys, over_queries
+from vitlab.kernels.attention_triton import backward_kernel, forward_kernel
 from vitlab.models.rotary import Turn
 from vitlab.models.vit import Attention
 
 MOST_TOKENS = 256
 WIDTHS = (16, 32, 48, 64)  # of a head; a wider one's gradients do not fit in registers
-Loop = Literal["queries", "keys"]
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a kernel divides its work: what it loops over, how many rows of it at a time, and by how many warps."""
+    """How a kernel divides its work: how many rows of what it loops over at a time, and by how many warps."""
 
-    loop: Loop
     rows: int
     warps: int
     stages: int = 1
@@ -35,15 +33,12 @@ class Blocks:
 
 # No block has a side below 64: with smaller ones Triton 3.6 and 3.7 read outside of shared memory on Hopper GPUs.
 LEAST_SIDE = 64
-
-
-def forward_blocks(tokens: int) -> Blocks:
-    return Blocks("queries", LEAST_SIDE, 4)
+FORWARD = Blocks(LEAST_SIDE, 4)
 
 
 def backward_blocks(tokens: int) -> Blocks:
     """The fastest of those measured on an H200: at 197 tokens 0.53 ms a layer of B/16 at batch 256, cuDNN's 1.04."""
-    return Blocks("keys", 64, 4) if tokens <= 64 else Blocks("keys", 128 if tokens > 128 else 64, 8, 2)
+    return Blocks(64, 4) if tokens <= 64 else Blocks(128 if tokens > 128 else 64, 8, 2)
 
 
 def attend_layer(layer: Attention, x: Tensor, rotary: Turn | None = None) -> Tensor:
@@ -72,7 +67,7 @@ def attend(qkv: Tensor) -> Tensor:
 @torch.library.custom_op("vitlab::attend", mutates_args=())
 def attend_op(qkv: Tensor) -> tuple[Tensor, Tensor]:
     """The heads' values (B, N, H, K) and the logarithm of each row's sum of exponentials, (B, H, N), in float32."""
-    return cudnn_forward(qkv) if prefers_cudnn(qkv) else triton_forward(qkv, forward_blocks(qkv.shape[1]))
+    return cudnn_forward(qkv) if prefers_cudnn(qkv) else triton_forward(qkv, FORWARD)
 
 
 @torch.library.custom_op("vitlab::attend_backward", mutates_args=())
@@ -111,8 +106,8 @@ attend_op.register_autograd(differentiate, setup_context=keep)
 def prefers_cudnn(qkv: Tensor) -> bool:
     """Whether cuDNN's forward pass is allowed and the faster one: on an H200, 0.17 ms against 0.20 for 197 tokens of
     B/16 at batch 256, and 0.06 against 0.03 for 64 tokens of S/8 at batch 512."""
-    is_there = qkv.is_cuda and torch.backends.cuda.cudnn_sdp_enabled()
-    return is_there and torch.cuda.get_device_capability()[0] >= 9 and qkv.shape[1] > 128
+    is_there = qkv.is_cuda and torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
+    return is_there and torch.cuda.get_device_capability(qkv.device)[0] >= 9 and qkv.shape[1] > 128
 
 
 def cudnn_forward(qkv: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,17 +132,15 @@ def triton_backward(dy: Tensor, qkv: Tensor, y: Tensor, lse: Tensor, blocks: Blo
     dy = dy.to(qkv.dtype) if dy.stride(-1) == 1 else dy.to(qkv.dtype).contiguous()
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     arguments = (qkv, y, dy, lse, dqkv, *qkv.stride()[:4], *dy.stride()[:3], qkv.shape[4] ** -0.5)
-    if blocks.loop == "queries":
-        launch(over_queries, arguments, qkv, {"KEYS": padded(qkv.shape[1]), "QUERIES": blocks.rows}, blocks)
-    else:
-        launch(over_keys, arguments, qkv, {"KEYS": blocks.rows, "QUERIES": padded(qkv.shape[1])}, blocks)
+    launch(backward_kernel, arguments, qkv, {"KEYS": blocks.rows, "QUERIES": padded(qkv.shape[1])}, blocks)
     return dqkv
 
 
 def launch(kernel: Any, arguments: tuple[Any, ...], qkv: Tensor, sizes: dict[str, int], blocks: Blocks) -> None:
     images, tokens, _, heads, width = qkv.shape
     sizes = sizes | {"N": tokens, "H": heads, "K": width, "WIDTH": max(LEAST_SIDE, triton.next_power_of_2(width))}
-    kernel[(images * heads,)](*arguments, **sizes, num_warps=blocks.warps, num_stages=blocks.stages)
+    with torch.cuda.device_of(qkv):  # Triton launches on the current device
+        kernel[(images * heads,)](*arguments, **sizes, num_warps=blocks.warps, num_stages=blocks.stages)
 
 
 def padded(tokens: int) -> int:

@@ -1,9 +1,8 @@
 """Attention over sequences of up to 256 tokens, in Triton: a program computes one head of one image.
 
-The keys and values of a head fit in a multiprocessor's shared memory, so that each is read once, the softmax of a row
-is computed at once, and the backward pass needs neither atomics nor a second pass: `over_queries` keeps the gradients
-of all keys and values in registers and takes the queries block by block; `over_keys` keeps those of the queries, and
-takes keys and values block by block. They compute the same.
+A head fits on a multiprocessor, so that each number is read once and the softmax of a row is computed at once: the
+forward pass holds all keys and values, and takes the queries block by block. The backward pass holds all queries and
+their gradients, and takes keys and values block by block, so that it needs neither atomics nor a second pass.
 
 Queries, keys and values come packed, (B, N, 3, H, K), and so do their gradients. Logits and sums are float32.
 
@@ -35,7 +34,7 @@ def forward_kernel(
     N: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
     KEYS: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """y (B, N, H, K) and the logarithm of each row's sum of exponentials, (B, H, N)."""
+    """y (B, N, H, K) and the logarithm of each row's sum of exponentials, (B, H, N); KEYS covers all keys."""
     image, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     qkv += image * image_stride + head * head_stride
     y += (image * N * H + head) * K
@@ -57,46 +56,7 @@ def forward_kernel(
 
 
 @triton.jit
-def over_queries(
-    qkv, y, dy, lse, dqkv, image_stride, row_stride, part_stride, head_stride,
-    dy_image_stride, dy_row_stride, dy_head_stride, scale,
-    N: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
-    KEYS: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """dqkv (B, N, 3, H, K); KEYS covers all keys. Matrices of logits are transposed, (KEYS, QUERIES): so they are in
-    registers where the next product needs them."""
-    image, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    qkv += image * image_stride + head * head_stride
-    dy += image * dy_image_stride + head * dy_head_stride
-    y += (image * N * H + head) * K
-    dqkv += (image * N * 3 * H + head) * K
-    lse += (image * H + head) * N
-    keys, columns = tl.arange(0, KEYS), tl.arange(0, WIDTH)
-    k = load_rows(qkv + part_stride, row_stride, keys, columns, N, K)
-    v = load_rows(qkv + 2 * part_stride, row_stride, keys, columns, N, K)
-    dk = tl.zeros([KEYS, WIDTH], tl.float32)
-    dv = tl.zeros([KEYS, WIDTH], tl.float32)
-    for start in range(0, N, QUERIES):
-        rows = start + tl.arange(0, QUERIES)
-        q = load_rows(qkv, row_stride, rows, columns, N, K)
-        do = load_rows(dy, dy_row_stride, rows, columns, N, K)
-        out = load_rows(y, H * K, rows, columns, N, K)
-        total = tl.load(lse + rows, mask=rows < N, other=float("inf"))  # no weight in rows that are not there
-        delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
-        s = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2E)
-        p = tl.where(keys[:, None] < N, tl.exp2(s - (total * LOG2E)[None, :]), 0.0)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-        ds = (p * (dp - delta[None, :])).to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision="ieee")
-        dq = tl.dot(tl.trans(k), ds, input_precision="ieee")  # (WIDTH, QUERIES)
-        store_rows(dqkv, 3 * H * K, tl.trans(dq) * scale, rows, columns, N, K)
-    store_rows(dqkv + H * K, 3 * H * K, dk * scale, keys, columns, N, K)
-    store_rows(dqkv + 2 * H * K, 3 * H * K, dv, keys, columns, N, K)
-
-
-@triton.jit
-def over_keys(
+def backward_kernel(
     qkv, y, dy, lse, dqkv, image_stride, row_stride, part_stride, head_stride,
     dy_image_stride, dy_row_stride, dy_head_stride, scale,
     N: tl.constexpr, H: tl.constexpr, K: tl.constexpr,

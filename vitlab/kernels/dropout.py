@@ -32,7 +32,8 @@ def drop(layer: nn.Dropout, x: Tensor) -> Tensor:
 def keep_bits(seed: Tensor, count: int, dropped: int) -> Tensor:
     """Bytes (count,) in which a bit is 0 with a probability of `dropped` / 65536, drawn from a seed, (1,) int64."""
     bits = torch.empty(count, dtype=torch.uint8, device=seed.device)
-    draw_bits[(triton.cdiv(count, BLOCK),)](seed, bits, count, dropped, BLOCK=BLOCK)
+    with torch.cuda.device_of(seed):  # Triton launches on the current device
+        draw_bits[(triton.cdiv(count, BLOCK),)](seed, bits, count, dropped, BLOCK=BLOCK)
     return bits
 
 

@@ -99,26 +99,46 @@ def has_float8(device: torch.device) -> bool:
 
 
 def use_float8(module: nn.Module) -> dict[str, Float8Linear]:
-    """Replace the dense layers of a model's MLPs whose sides 16 divides, in place; these by name."""
+    """Replace the dense layers of a model's MLPs that learn and whose sides 16 divides, in place; these by name.
+
+    Frozen ones stay as they are: to see its maxima, the backward pass would have to go through a frozen body.
+    """
     found: dict[str, Float8Linear] = {}
     for name, part in list(module.named_modules()):
         for child in ("up", "down") if isinstance(part, MLP) else ():
             layer = getattr(part, child)
-            if type(layer) is nn.Linear and layer.in_features % 16 == 0 and layer.out_features % 16 == 0:
+            if type(layer) is nn.Linear and layer.weight.requires_grad and has_even_sides(layer):
                 found[f"{name}.{child}"] = Float8Linear(layer)
                 setattr(part, child, found[f"{name}.{child}"])
     return found
 
 
-@torch.no_grad()
-def update_maxima(layers: Iterable[Float8Linear], passes: int) -> None:
-    """Let the next step's scales follow what this step has seen, in so many passes."""
-    running: list[Tensor] = [layer.maxima for layer in layers if layer.maxima.grad is not None]
-    seen = [maxima.grad for maxima in running if maxima.grad is not None]
-    if running:
-        torch._foreach_div_(seen, passes)  # gradients of several passes are their sum
-        torch._foreach_mul_(running, FORGET)
-        torch._foreach_maximum_(running, seen)
-        torch._foreach_clamp_min_(running, SMALLEST)
-    for maxima in running:
-        maxima.grad = None
+def has_even_sides(layer: nn.Linear) -> bool:
+    return layer.in_features % 16 == 0 and layer.out_features % 16 == 0
+
+
+class Maxima:
+    """The running maxima of layers, and the largest magnitudes seen in the passes of a step so far."""
+
+    def __init__(self, layers: Iterable[Float8Linear]) -> None:
+        self.running: list[Tensor] = [layer.maxima for layer in layers]
+        self.seen: dict[int, Tensor] = {}  # by the places in `running` of layers that were used
+
+    @torch.no_grad()
+    def note(self) -> None:
+        """After a pass: take what it has seen, before gradients of the next one are added to it."""
+        for place, maxima in enumerate(self.running):
+            if maxima.grad is not None:
+                before = self.seen.get(place)
+                self.seen[place] = maxima.grad if before is None else torch.maximum(before, maxima.grad)
+                maxima.grad = None
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After a step: let the scales of the next one follow what was seen."""
+        running, seen = [self.running[place] for place in self.seen], list(self.seen.values())
+        if running:
+            torch._foreach_mul_(running, FORGET)
+            torch._foreach_maximum_(running, seen)
+            torch._foreach_clamp_min_(running, SMALLEST)
+        self.seen = {}

@@ -127,7 +127,11 @@ class Trainer:
             raise UserError("precision=fp8 is for a transformer in one process; use precision=bfloat16")
         if float8 and device.type == "cuda" and not has_float8(device):
             raise UserError("precision=fp8, and this GPU has no products in 8 bits; use precision=bfloat16")
-        return WorkingCopy(self.core, float8=float8) if self.uses_working_copy else None
+        working = WorkingCopy(self.core, float8=float8) if self.uses_working_copy else None
+        if float8 and working is not None and not working.float8:
+            need = "an MLP that learns, with widths that 16 divides"
+            raise UserError(f"precision=fp8 needs {need}, and this run has none; use precision=bfloat16")
+        return working
 
     def make_lesson(self) -> Distillation | None:
         """What the run learns from its teacher, which is complete on every device; None without one."""
@@ -243,7 +247,7 @@ class Trainer:
         self.is_updating = True
         self.optimizer.step()
         if self.working is not None:
-            self.working.follow(self.parts)
+            self.working.follow()
         self.is_updating = False
         self.optimizer.zero_grad()
         return norm
@@ -314,7 +318,8 @@ class Trainer:
         self.micro = smaller[0]
         self.graphed = None
         self.optimizer.zero_grad()
-        self.module.zero_grad()
+        if self.working is not None:
+            self.working.forget()
         self.batches = self.batches_from(step)
         for loader in self.eval_loaders.values():
             loader.shrink(2 * self.micro)

@@ -14,7 +14,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from vitlab.kernels.fp8 import update_maxima, use_float8
+from vitlab.kernels.fp8 import Maxima, use_float8
 from vitlab.models.resnet import StdConv
 from vitlab.models.rotary import Rotary
 
@@ -34,29 +34,42 @@ class WorkingCopy:
         for part in self.module.modules():
             if not isinstance(part, KEPT):
                 cast_tensors(part)
-        both = zip(core.parameters(), self.module.parameters(), strict=True)
-        trained = [(own, cast) for own, cast in both if own is not cast and own.requires_grad]
+        self.rounded = rounded_pairs(core, self.module)  # the model's tensors and the copy's of them
+        trained = [(own, cast) for own, cast in self.rounded if own.requires_grad]
         self.own: list[Tensor] = [own for own, _ in trained]
         self.cast: list[Tensor] = [cast for _, cast in trained]
         self.float8 = use_float8(self.module) if float8 else {}
+        self.maxima = Maxima(self.float8.values())
 
     def scales(self) -> dict[str, Tensor]:
         """The state of its own that the copy has, by the names of layers."""
         return {name: layer.maxima for name, layer in self.float8.items()}
 
-    def follow(self, passes: int) -> None:
-        """After a step of the optimizer, which had gradients of so many passes."""
-        update_maxima(self.float8.values(), passes)
-        self.refresh()
+    def follow(self) -> None:
+        """After a step of the optimizer."""
+        self.maxima.update()
+        self.refresh_trained()
+
+    def forget(self) -> None:
+        """Drop what the passes of a step that is not completed have left."""
+        self.module.zero_grad()
+        self.maxima.seen = {}
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Round the model's weights, which have changed."""
+    def refresh_trained(self) -> None:
+        """Round the weights that the optimizer has changed."""
         torch._foreach_copy_(self.cast, self.own)
 
     @torch.no_grad()
+    def refresh(self) -> None:
+        """Round everything the model has, frozen weights and tables too: a checkpoint was loaded into it."""
+        for own, cast in self.rounded:
+            cast.copy_(own)
+
+    @torch.no_grad()
     def move_gradients(self) -> None:
-        """Add the copy's gradients to the model's, in float32; the copy keeps none."""
+        """After a pass: add the copy's gradients to the model's, in float32; the copy keeps none."""
+        self.maxima.note()
         new: list[Tensor] = []
         first: list[Tensor] = []
         total: list[Tensor] = []
@@ -76,6 +89,17 @@ class WorkingCopy:
             torch._foreach_copy_(new, first)
         if later:
             torch._foreach_add_(total, later)
+
+
+def rounded_pairs(core: nn.Module, copied: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """A module's parameters and tables, each with what a copy has rounded it to; not what is not rounded."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for part, other in zip(core.modules(), copied.modules(), strict=True):
+        if not isinstance(part, KEPT):
+            pairs += zip(part.parameters(recurse=False), other.parameters(recurse=False), strict=True)
+            tables = zip(part.buffers(recurse=False), other.buffers(recurse=False), strict=True)
+            pairs += [(own, cast) for own, cast in tables if own.is_floating_point()]
+    return pairs
 
 
 def cast_tensors(part: nn.Module) -> None:
