@@ -1,6 +1,7 @@
 """Studies: what is asked, jobs that are run once, errors, tables; and every study of the catalog as data."""
 
 import csv
+import io
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from vitlab.cli import main
 from vitlab.errors import UserError
 from vitlab.evaluation.features import FeatureSet
 from vitlab.evaluation.fewshot import few_shot
-from vitlab.plots.studies import Dots, dots_figure
+from vitlab.plots.studies import Dots, Lines, Series, dots_figure, lines_figure
 from vitlab.studies.catalog import STUDIES, count_runs, find_study
 from vitlab.studies.place import Place
 from vitlab.studies.request import Request, make_request, merge, slug
@@ -38,7 +39,7 @@ calls: list[str] = []
 def rows(ask: Request, seed: int) -> Iterator[Row]:
     for rate in (0.0, 0.2):
         run = ask.pretrain(f"dropout-{rate:g}", seed, dropout=rate)
-        count = Measure(f"{run.name}-count", (run,), count_files, "ls {0}")
+        count = Measure(f"{run.name}-count", (run,), count_files, ("ls",))
         numbers = ask.few_shots(run)
         numbers |= {"accuracy": Number(run, "accuracy"), "files": Number(count, "files", "")}
         yield Row(f"dropout-{rate:g}", {"dropout": f"{rate:g}"}, numbers, run, {"theirs": 0.5})
@@ -142,8 +143,8 @@ def test_a_failure_is_noted_and_the_rest_runs(tmp_path: Path) -> None:
         return {"x": 1.0}
 
     def both(ask: Request, seed: int) -> Iterator[Row]:
-        yield Row("bad", {}, {"x": Number(Measure("bad", (), fails, "x"), "x", "")})
-        good = Measure("good", (), lambda runs, folder: {"x": 2.0}, "x")
+        yield Row("bad", {}, {"x": Number(Measure("bad", (), fails, ()), "x", "")})
+        good = Measure("good", (), lambda runs, folder: {"x": 2.0}, ())
         yield Row("good", {}, {"x": Number(good, "x", "")})
 
     study = Study("two", "?", "", both, lambda table: dots_figure([Dots("", "", ["a"], [[1.0]])]), seeds=1)
@@ -163,7 +164,7 @@ def test_a_failure_is_noted_and_the_rest_runs(tmp_path: Path) -> None:
 def test_what_needs_a_failed_run_fails_with_it(tmp_path: Path) -> None:
     def one(ask: Request, seed: int) -> Iterator[Row]:
         run = ask.pretrain("run", seed)
-        yield Row("row", {}, {"files": Number(Measure("count", (run,), count_files, ""), "files", "")}, run)
+        yield Row("row", {}, {"files": Number(Measure("count", (run,), count_files, ()), "files", "")}, run)
 
     study = Study("one", "?", "", one, draw, seeds=1)
     words = (*TINY, "weight_decay=1e30", "lr=1e30", "warmup=0", "log_every=1")
@@ -172,8 +173,33 @@ def test_what_needs_a_failed_run_fails_with_it(tmp_path: Path) -> None:
     assert failed["count"] == "it needs run-seed-0, which failed"
 
 
+def one_number(x: float = 1.0, figure: Any = None) -> Study:
+    """A study of one measurement."""
+    job = Measure("a b", (), lambda runs, folder: {"x": x}, ("echo", "it's"))
+    drawn = figure or (lambda table: dots_figure([Dots("", "", ["a"], [[1.0]])]))
+    return Study("number", "?", "", lambda ask, seed: [Row("row", {}, {"x": Number(job, "x", "")})], drawn, seeds=1)
+
+
+def test_a_figure_that_fails_does_not_end_a_study(tmp_path: Path) -> None:
+    shown = Console(file=io.StringIO())
+    study = one_number(figure=lambda table: 1 / 0)
+    table, failed = run_study(study, make_request(study), tmp_path, console=shown)
+    assert (table.lines[0].mean("x"), failed) == (1.0, {})
+    assert "there is no figure: ZeroDivisionError" in shown.file.getvalue()  # type: ignore[attr-defined]
+    assert "echo &#39;it&#39;&#34;&#39;&#34;&#39;s&#39;" in (tmp_path / "study.html").read_text()  # quoted for a shell
+
+
+def test_a_log_axis_has_no_zero() -> None:
+    """A batch that does not fit is 0."""
+    series = Series("a", [0, 1, 2, 3], [[4.0], [0.0], [8.0], [2.0]])
+    axes = lines_figure([Lines("", "", "", [series], share=False, log_y=True)]).axes[0]
+    assert axes.lines[0].get_xydata().tolist() == [[2, 8], [3, 2]]
+    empty = Series("a", [1], [[0.0]])
+    assert not lines_figure([Lines("", "", "", [empty], share=False, log_y=True)]).axes[0].lines
+
+
 def test_a_job_is_claimed_once(tmp_path: Path) -> None:
-    place, job = Place(tmp_path), Measure("job", (), count_files, "")
+    place, job = Place(tmp_path), Measure("job", (), count_files, ())
     with folder_lock(tmp_path / "jobs" / "job"), place.claim(job) as mine:
         assert not mine
     with place.claim(job) as mine:

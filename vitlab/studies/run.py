@@ -103,9 +103,26 @@ class Worker:
             out = self.place.out
             write_text(out / "table.csv", comma_separated(table))
             write_text(out / "table.md", markdown(table))
-            picture = draw(table)
+            picture = self.draw(table)
             write_text(out / "study.html", render_page(table, picture))
         return table
+
+    def draw(self, table: Table) -> Path | None:
+        """Write the figure of what is there; None where there is nothing yet, no matplotlib, or a figure that fails:
+        none is worth the end of the work."""
+        from vitlab.plots.style import drawing, write
+
+        if not table.done:
+            return None
+        try:
+            with drawing():
+                figure = table.study.figure(table)
+            return write(figure, table.out / "figure", ("png", "svg"))[0]
+        except UserError:  # figures are an extra, and some need more than a first number
+            return None
+        except Exception as error:
+            self.print(f"there is no figure: {type(error).__name__}: {error}")
+            return None
 
     def print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -122,20 +139,6 @@ def free_device() -> None:
 
 def unit_of(key: str) -> str:
     return "%" if key.startswith("accuracy") or key == "std" else ""
-
-
-def draw(table: Table) -> Path | None:
-    """Write the figure of what is there; None where there is nothing yet, or no matplotlib."""
-    from vitlab.plots.style import drawing, write
-
-    if not table.done:
-        return None
-    try:
-        with drawing():
-            figure = table.study.figure(table)
-    except UserError:  # figures are an extra, and some need more than a first number
-        return None
-    return write(figure, table.out / "figure", ("png", "svg"))[0]
 
 
 # ---- the command

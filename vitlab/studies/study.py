@@ -169,20 +169,20 @@ class FewShot:
 class Measure:
     """A function of runs' folders, for what no verb prints: it returns numbers, and may leave files in its own folder.
 
-    `repeat` is the command or the Python that a reader would type, with {0}, {1} ... for the runs' folders.
+    `repeat` are the words of the command that a reader would type, before those of the runs' folders.
     """
 
     name: str
     of: tuple[Train, ...]
     function: "Callable[[tuple[Path, ...], Path], Mapping[str, float]]"  # (folders of runs, own folder) -> numbers
-    repeat: str
+    repeat: tuple[str, ...]
 
     @property
     def needs(self) -> tuple[Train, ...]:
         return self.of
 
     def command(self, out: Path) -> str:
-        return self.repeat.format(*(run.folder(out) for run in self.of))
+        return shlex.join([*self.repeat, *(str(run.folder(out)) for run in self.of)])
 
     def run(self, out: Path, console: Console) -> Outcome:
         folder = job_folder(out, self)
@@ -193,10 +193,11 @@ class Measure:
         pass
 
 
-def python(module: str, name: str, function: str) -> str:
-    """The `repeat` of a `Measure` by what only Python calls: `function` of one run."""
-    code = f"from pathlib import Path; from {module} import {name}; print({function}((Path('{{0}}'),), Path()))"
-    return f'python -c "{code}"'
+def python(module: str, name: str, function: str) -> tuple[str, ...]:
+    """The `repeat` of a `Measure` by what only Python calls: `function` of runs' folders and this one."""
+    runs = "tuple(map(Path, sys.argv[1:]))"
+    code = f"import sys; from pathlib import Path; from {module} import {name}; print({function}({runs}, Path()))"
+    return "python", "-c", code
 
 
 # ---- rows

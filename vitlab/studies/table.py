@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from vitlab.studies.place import Place
+from vitlab.studies.place import RESULT, Place
 from vitlab.studies.request import Request
-from vitlab.studies.study import Number, Row, Study, several
+from vitlab.studies.study import JOBS, Number, Row, Study, several
 
 NO_CLAIM = "± is the standard deviation over seeds; no claim is drawn from a difference smaller than it."
 ONE_SEED = "One seed: the spread of these numbers is not known, so no claim is drawn from small differences."
@@ -69,6 +69,11 @@ class Table:
     def done(self) -> list[Line]:
         """The lines that have a number."""
         return [line for line in self.lines if any(line.values.values())]
+
+    def files(self, pattern: str) -> list[Path]:
+        """Files that finished jobs left in their folders, in order; a killed job may have left some too."""
+        found = sorted(self.out.glob(f"{JOBS}/{pattern}"))
+        return [path for path in found if (path.parent / RESULT).is_file()]
 
     @property
     def notes(self) -> list[str]:
