@@ -82,4 +82,5 @@ STUDY = Study(
     seeds=1,
     note="Inference at the fastest batch size, and the largest batch of a training step with AdamW, both in bf16 on a "
     "GPU that has it; on a CPU the batch is counted, not tried. The paper's machine is a TPUv3 core.",
+    timed=True,
 )
