@@ -220,7 +220,7 @@ PHOTOS = vary(
 # the runs of the studies: as plain as the paper's, and the same for every model that is compared
 STUDY = made(
     "model=Ti/8 data=zh-plus/tiny-imagenet image_size=64 steps=5000 batch=256 lr=0.001 warmup=500 weight_decay=0.1 "
-    "clip=1 area=0.3,1 validation=0 cuda_graph=true checkpoint_every=500 log_every=50",
+    "clip=1 area=0.3,1 validation=0 cuda_graph=true log_every=50",
     preprocess=Preprocess(crop=1.0),
 )
 STUDY_FINETUNE = vary(
