@@ -1,8 +1,9 @@
 """What this machine has: the device to run on, what it is good and bad at, how many processes may read images."""
 
+import gc
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,16 @@ def send(array: NDArray[Any], device: torch.device) -> Tensor:
     """An array on the device, float64 as float32, without waiting: a plain copy would let the device finish first."""
     tensor = torch.from_numpy(array.astype(np.float32) if array.dtype == np.float64 else array)
     return tensor.to(device, non_blocking=True)
+
+
+def free_device() -> None:
+    """Give a GPU's memory back to the processes that share it, and forget what was compiled for the last model: torch
+    compiles one function for eight models, and runs it uncompiled for any other."""
+    if torch.cuda.is_available():
+        torch.compiler.reset()
+        gc.collect()
+        with suppress(RuntimeError):  # after some errors a GPU answers nothing any more, and the first one is the cause
+            torch.cuda.empty_cache()
 
 
 QUEUED = 10  # steps that may wait in the device's queue where speed is measured: a queue of work is not work done

@@ -4,6 +4,7 @@ import ast
 import csv
 import json
 import shlex
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -33,12 +34,20 @@ def run(name: str, out: Path, *rows: str) -> dict[str, dict[str, str]]:
         return {line["row"]: line for line in csv.DictReader(file)}
 
 
-def command_of(out: Path, job: str) -> list[str]:
-    return shlex.split(json.loads((out / "jobs" / job / "result.json").read_text())["command"])
+def repeat(out: Path, job: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """What the command gives that the page has for a measurement; files go to `out`."""
+    words = shlex.split(json.loads((out / "jobs" / job / "result.json").read_text())["command"])
+    assert words[:2] == ["python", "-c"]
+    assert {type(part) for part in ast.parse(words[2]).body} == {ast.Import, ast.ImportFrom, ast.Expr}
+    found: list[dict[str, float]] = []
+    monkeypatch.setattr(sys, "argv", words[2:])
+    monkeypatch.chdir(out)
+    exec(words[2], {"print": found.append})
+    return found[0]
 
 
 @pytest.mark.slow
-def test_bias_counts_predictions_that_stay(tmp_path: Path) -> None:
+def test_bias_counts_predictions_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against images that the model's own `preprocess` reads and numpy moves."""
     line = run("bias", tmp_path, "ViT-1")["ViT-1"]
     folder = tmp_path / "jobs/ViT-1-seed-0/run"
@@ -58,27 +67,31 @@ def test_bias_counts_predictions_that_stay(tmp_path: Path) -> None:
         same = np.mean([guesses(pictures) == plain for pictures in moved])
         assert float(line[f"shift {pixels} px mean"]) == pytest.approx(same)
     assert all(0 <= float(line[f"{key} mean"]) <= 1 for key in ("tiles 8 px", "tiles 16 px", "no positions"))
-    _, _, code = command_of(tmp_path, "ViT-1-seed-0-agreement")
-    assert [type(part) for part in ast.parse(code).body] == [ast.ImportFrom, ast.ImportFrom, ast.Expr]
-    found: list[object] = []
-    exec(code, {"print": found.append})  # what the page says is how to repeat it
-    assert found[0]["shift 1 px"] == float(line["shift 1 px mean"])  # type: ignore[index]
+    again = repeat(tmp_path, "ViT-1-seed-0-agreement", monkeypatch)
+    assert again["shift 1 px"] == float(line["shift 1 px mean"])
 
 
-def test_heads_that_attend_evenly_are_as_far_as_patches_are(tmp_path: Path) -> None:
+def test_heads_that_attend_evenly_are_as_far_as_patches_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without queries and keys attention is spread evenly: the mean distance of a 4 x 4 grid of 16 pixels."""
+    (cut := tmp_path / "jobs/hybrid-seed-0-distance/distance.npz").parent.mkdir(parents=True)
+    cut.write_bytes(b"PK")  # of a job that was killed: no figure reads it
     line = run("heads", tmp_path, "ViT")["ViT"]
     stored = np.load(tmp_path / "jobs/ViT-seed-0-distance/distance.npz")
     assert stored["distance"].shape == (2, 2)
     assert float(line["first layer mean"]) == pytest.approx(stored["distance"][0].mean())
     folder = tmp_path / "jobs/ViT-seed-0/run"
+    about = json.loads((folder / "recipe.json").read_text())
+    about["recipe"]["data"] = f"pipe:touch {tmp_path}/ran"  # a stranger's folder: the request names the data
+    (folder / "recipe.json").write_text(json.dumps(about))
+    assert repeat(tmp_path, "ViT-seed-0-distance", monkeypatch)["first layer"] == float(line["first layer mean"])
+    assert not (tmp_path / "ran").exists()
     model = vitlab.load(folder)
     assert isinstance(model, ViT)
     for name, weights in model.named_parameters():
         if "qkv" in name:
             torch.nn.init.zeros_(weights)
     vitlab.save(model, folder)
-    found = Look(8, "cpu")((folder,), tmp_path)
+    found = Look(8, "cpu", ("data=digits",))((folder,), tmp_path)
     places = [(16 * y, 16 * x) for y in range(4) for x in range(4)]
     even = np.mean([np.hypot(a[0] - b[0], a[1] - b[1]) for a in places for b in places])
     assert float(stored["even"]) == pytest.approx(even)

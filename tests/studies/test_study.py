@@ -1,29 +1,35 @@
 """Studies: what is asked, jobs that are run once, errors, tables; and every study of the catalog as data."""
 
 import csv
+import io
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
+import vitlab
 from vitlab.cli import main
 from vitlab.errors import UserError
 from vitlab.evaluation.features import FeatureSet
 from vitlab.evaluation.fewshot import few_shot
-from vitlab.plots.studies import Dots, dots_figure
+from vitlab.plots.studies import Dots, Lines, Series, dots_figure, lines_figure
 from vitlab.studies.catalog import STUDIES, count_runs, find_study
+from vitlab.studies.optimizer import RATES, weight_decay
 from vitlab.studies.place import Place
 from vitlab.studies.request import Request, make_request, merge, slug
 from vitlab.studies.run import all_rows, run_study
-from vitlab.studies.study import FewShot, Measure, Number, Row, Study, Train, in_order
+from vitlab.studies.study import FewShot, Measure, Number, Outcome, Row, Study, Train, follow_weights, in_order
 from vitlab.studies.table import Table, comma_separated, make_table, markdown
 from vitlab.training.lock import folder_lock
 from vitlab.training.loop import train
+from vitlab.training.optim import OptimizerName, make_optimizer, set_learning_rate
 from vitlab.training.recipe import override
 from vitlab.training.recipes import find
 
@@ -38,7 +44,7 @@ calls: list[str] = []
 def rows(ask: Request, seed: int) -> Iterator[Row]:
     for rate in (0.0, 0.2):
         run = ask.pretrain(f"dropout-{rate:g}", seed, dropout=rate)
-        count = Measure(f"{run.name}-count", (run,), count_files, "ls {0}")
+        count = Measure(f"{run.name}-count", (run,), count_files, ("ls",))
         numbers = ask.few_shots(run)
         numbers |= {"accuracy": Number(run, "accuracy"), "files": Number(count, "files", "")}
         yield Row(f"dropout-{rate:g}", {"dropout": f"{rate:g}"}, numbers, run, {"theirs": 0.5})
@@ -98,7 +104,10 @@ def test_numbers_are_means_over_seeds(finished: tuple[Path, Request, Table]) -> 
 def test_finished_jobs_are_not_repeated(finished: tuple[Path, Request, Table]) -> None:
     out, request, table = finished
     before, done = {p: p.stat().st_mtime_ns for p in out.glob("jobs/*/result.json")}, len(calls)
+    left = out / "jobs/dropout-0-seed-0/run/checkpoints"  # as of a process that was killed after its result
+    left.mkdir()
     again, _ = run_study(SMALL, request, out, console=QUIET)
+    assert not left.exists()
     assert {p: p.stat().st_mtime_ns for p in out.glob("jobs/*/result.json")} == before
     assert len(calls) == done
     assert comma_separated(again) == comma_separated(table)
@@ -130,6 +139,32 @@ def test_other_settings_need_another_folder(finished: tuple[Path, Request, Table
         run_study(find_study("positions"), make_request(find_study("positions"), quick=True), out, console=QUIET)
 
 
+def test_seeds_can_be_added(tmp_path: Path) -> None:
+    place = Place(tmp_path / "new")
+    for seeds in (1, 3, 3):
+        place.open(SMALL, make_request(SMALL, [f"seeds={seeds}"]))
+        assert json.loads((tmp_path / "new/study.json").read_text())["seeds"] == seeds
+    with pytest.raises(UserError, match="was begun with seeds 3, not 2"):
+        place.open(SMALL, make_request(SMALL, ["seeds=2"]))
+
+
+@pytest.mark.slow
+def test_a_moved_study_resumes_its_fine_tuning(
+    finished: tuple[Path, Request, Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, request, _ = finished
+    tuned = request.finetune(request.pretrain("dropout-0", 0, dropout=0.0), "digits", 0)
+    shutil.copytree(out, tmp_path / "first")
+    report = tuned.run(tmp_path / "first", QUIET)  # with its checkpoint, as its job is not finished
+    (tmp_path / "first").rename(tmp_path / "second")
+    monkeypatch.chdir(tmp_path)
+    assert tuned.run(Path("second"), QUIET) == report
+    other = tuned.folder(Path("second"))
+    follow_weights(other, Path("elsewhere/jobs/another/run"))  # another run's weights are no move
+    with pytest.raises(UserError, match="has another weights"):
+        train(override(find("study-finetune").recipe, [*tuned.pairs, "weights=digits"]), other, resume=True)
+
+
 # ---- jobs that fail, and jobs of others
 
 
@@ -141,9 +176,12 @@ def test_a_failure_is_noted_and_the_rest_runs(tmp_path: Path) -> None:
             raise RuntimeError("the disk is on fire")
         return {"x": 1.0}
 
+    def sees(runs: tuple[Path, ...], folder: Path) -> Mapping[str, float]:
+        return {"x": 2.0 if "the disk is on fire" in (tmp_path / "out/table.md").read_text() else 3.0}
+
     def both(ask: Request, seed: int) -> Iterator[Row]:
-        yield Row("bad", {}, {"x": Number(Measure("bad", (), fails, "x"), "x", "")})
-        good = Measure("good", (), lambda runs, folder: {"x": 2.0}, "x")
+        yield Row("bad", {}, {"x": Number(Measure("bad", (), fails, ()), "x", "")})
+        good = Measure("good", (), sees, ())
         yield Row("good", {}, {"x": Number(good, "x", "")})
 
     study = Study("two", "?", "", both, lambda table: dots_figure([Dots("", "", ["a"], [[1.0]])]), seeds=1)
@@ -163,17 +201,96 @@ def test_a_failure_is_noted_and_the_rest_runs(tmp_path: Path) -> None:
 def test_what_needs_a_failed_run_fails_with_it(tmp_path: Path) -> None:
     def one(ask: Request, seed: int) -> Iterator[Row]:
         run = ask.pretrain("run", seed)
-        yield Row("row", {}, {"files": Number(Measure("count", (run,), count_files, ""), "files", "")}, run)
+        yield Row("row", {}, {"files": Number(Measure("count", (run,), count_files, ()), "files", "")}, run)
 
     study = Study("one", "?", "", one, draw, seeds=1)
-    words = (*TINY, "weight_decay=1e30", "lr=1e30", "warmup=0", "log_every=1")
-    _, failed = run_study(study, make_request(study, words, quick=True), tmp_path, console=QUIET)
-    assert "diverged" in failed["run-seed-0"]
+    (blocked := tmp_path / "failed/jobs/run-seed-0/run").parent.mkdir(parents=True)
+    blocked.touch()  # not a folder
+    _, failed = run_study(study, make_request(study, TINY, quick=True), tmp_path / "failed", console=QUIET)
     assert failed["count"] == "it needs run-seed-0, which failed"
+    # divergence is a result, which is not tried again
+    words = (*TINY, "weight_decay=1e30", "lr=1e30", "warmup=0", "log_every=1")
+    out = tmp_path / "diverged"
+    for _ in range(2):
+        table, failed = run_study(study, make_request(study, words, quick=True), out, console=QUIET)
+        assert not failed
+        assert "| row | diverged |" in markdown(table)
+        assert (table.lines[0].seeds, table.lines[0].over, table.lines[0].mean("files")) == (0, 1, None)
+        stored = json.loads((out / "jobs/run-seed-0/result.json").read_text())
+        assert "the run diverged" in stored["diverged"]
+        assert json.loads((out / "jobs/count/result.json").read_text())["diverged"] == "run-seed-0 diverged"
+        assert not (out / "jobs/run-seed-0/run/checkpoints").exists()
+        (out / "jobs/run-seed-0/run/log.jsonl").unlink(missing_ok=True)
+    assert not (out / "jobs/run-seed-0/run/log.jsonl").exists()
+    assert "not finished yet" not in (out / "study.html").read_text()
+
+
+def one_number(x: float = 1.0, figure: Any = None) -> Study:
+    """A study of one measurement."""
+    job = Measure("a b", (), lambda runs, folder: {"x": x}, ("echo", "it's"))
+    drawn = figure or (lambda table: dots_figure([Dots("", "", ["a"], [[1.0]])]))
+    return Study("number", "?", "", lambda ask, seed: [Row("row", {}, {"x": Number(job, "x", "")})], drawn, seeds=1)
+
+
+def test_a_figure_that_fails_does_not_end_a_study(tmp_path: Path) -> None:
+    shown = Console(file=io.StringIO())
+    study = one_number(figure=lambda table: 1 / 0)
+    table, failed = run_study(study, make_request(study), tmp_path, console=shown)
+    assert (table.lines[0].mean("x"), failed) == (1.0, {})
+    assert "there is no figure: ZeroDivisionError" in shown.file.getvalue()  # type: ignore[attr-defined]
+    assert "echo &#39;it&#39;&#34;&#39;&#34;&#39;s&#39;" in (tmp_path / "study.html").read_text()  # quoted for a shell
+
+
+def test_numbers_are_plain_and_finite(tmp_path: Path) -> None:
+    study = one_number(np.float32(0.25))  # type: ignore[arg-type]
+    table, failed = run_study(study, make_request(study), tmp_path / "a", console=QUIET)
+    assert (table.lines[0].mean("x"), failed) == (0.25, {})
+    for _ in range(2):  # also after the first has left its folder
+        study = one_number(float("nan"))
+        _, failed = run_study(study, make_request(study), tmp_path / "b", console=QUIET)
+        assert failed == {"a b": "x is nan, which is no number"}
+
+
+def test_what_another_process_finished_has_not_failed(tmp_path: Path) -> None:
+    def fails(runs: tuple[Path, ...], folder: Path) -> Mapping[str, float]:
+        Place(tmp_path).write_result(job, Outcome({"x": 1.0}), 1.0)  # as another process would
+        raise RuntimeError("out of memory")
+
+    job = Measure("job", (), fails, ())
+    study = Study("s", "?", "", lambda ask, seed: [Row("row", {}, {"x": Number(job, "x", "")})], draw, seeds=1)
+    table, failed = run_study(study, make_request(study), tmp_path, console=QUIET)
+    assert (table.lines[0].mean("x"), failed) == (1.0, {})
+
+
+def test_times_are_measured_by_one_process(tmp_path: Path) -> None:
+    for name in ("speed", "axial"):
+        with pytest.raises(UserError, match=f"the study '{name}' measures times"):
+            run_study(STUDIES[name], make_request(STUDIES[name], quick=True), tmp_path / "out", jobs=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 32)
+    ask = make_request(SMALL, ["device=cpu"]).shared(4)  # 8 of 32 cores read images
+    run = ask.pretrain("a", 0)
+    found = (run.settings().workers, ask.finetune(run, "b", 0).settings().workers, ask.few_shot(run, "b").workers)
+    assert found == (2, 2, 2)
+    assert make_request(SMALL, ["device=cpu"]).shared(1).pretrain("a", 0).settings().workers is None
+    assert make_request(SMALL, ["workers=7"]).shared(4).pretrain("a", 0).settings().workers == 7
+    assert make_request(SMALL, ["workers=none"], quick=True).workers is None
+
+
+def test_a_log_axis_has_no_zero() -> None:
+    """A batch that does not fit is 0."""
+    series = Series("a", [0, 1, 2, 3], [[4.0], [0.0], [8.0], [2.0]])
+    axes = lines_figure([Lines("", "", "", [series], share=False, log_y=True)]).axes[0]
+    assert np.asarray(axes.lines[0].get_xydata()).tolist() == [[2, 8], [3, 2]]
+    empty = Series("a", [1], [[0.0]])
+    assert not lines_figure([Lines("", "", "", [empty], share=False, log_y=True)]).axes[0].lines
 
 
 def test_a_job_is_claimed_once(tmp_path: Path) -> None:
-    place, job = Place(tmp_path), Measure("job", (), count_files, "")
+    place, job = Place(tmp_path), Measure("job", (), count_files, ())
     with folder_lock(tmp_path / "jobs" / "job"), place.claim(job) as mine:
         assert not mine
     with place.claim(job) as mine:
@@ -213,7 +330,7 @@ def test_wrong_settings_are_errors(pair: str, message: str) -> None:
 
 
 def test_a_setting_that_the_study_varies_is_refused() -> None:
-    with pytest.raises(UserError, match="'dropout' is what this study varies"):
+    with pytest.raises(UserError, match="'dropout' is what the study 'dropout' varies"):
         list(rows(make_request(SMALL, ["dropout=0.1"]), 0))
 
 
@@ -232,6 +349,33 @@ def test_settings_reach_the_right_runs() -> None:
     assert tuned.words(Path("o"))[-1] == "weights=o/jobs/R26+Ti16-seed-2/run"
     assert tuned.name == "R26+Ti16-to-x-seed-2"
     assert list(ask.few_shots(run)) == ["5-shot x", "5-shot b", "5-shot mean"]
+
+
+def test_a_model_from_scratch_has_the_shape_of_the_others() -> None:
+    """The user's; without dropout, as in all fine-tuning."""
+    ask = make_request(SMALL, ["depth=6", "pool=mean", "dropout=0.1", "lr=0.5", "image_size=32"])
+    scratch, run = ask.finetune(None, "x", 0).settings(), ask.pretrain("a", 0).settings()
+    assert (scratch.model, scratch.image_size) == (run.model, run.image_size)
+    assert scratch.model_settings == {"depth": 6, "pool": "mean"}
+    assert scratch.lr == find("study-finetune").recipe.lr
+
+
+@pytest.mark.parametrize("kind", RATES)
+def test_optimizers_shrink_weights_equally_fast(kind: OptimizerName) -> None:
+    """Steps without a gradient, after SGD's momentum has settled."""
+    model = vitlab.create("Ti/16", classes=2, image_size=16, depth=1, width=16, mlp=16, heads=2)
+    weights = next(p for name, p in model.named_parameters() if "qkv" in name and p.ndim > 1)
+    for rate in RATES[kind]:
+        decay = weight_decay(kind, rate, 0.9)
+        optimizer = make_optimizer(model, kind, weight_decay=decay, betas=(0.9, 0.999), momentum=0.9)
+        set_learning_rate(optimizer, rate)
+        norms = []
+        for _ in range(101):
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+            norms.append(float(weights.detach().double().norm()))
+        assert 1 - (norms[100] / norms[60]) ** (1 / 40) == pytest.approx(1e-4, rel=0.02)
 
 
 def test_merge_keeps_the_last_of_each_key() -> None:
@@ -293,8 +437,10 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def test_the_list_shows_every_study(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cli(monkeypatch) == 0
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run_cli(monkeypatch, "lr=0.001", "device=cpu", "--quick") == 0
     shown = capsys.readouterr().out
+    assert "'lr' is what the study 'head' varies" in shown
     assert all(re.search(rf"^{name} ", shown, re.MULTILINE) for name in STUDIES)
     assert "FLOPs" in shown
     assert "about" in shown

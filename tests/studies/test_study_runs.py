@@ -1,5 +1,6 @@
 """Studies by the command line: every one with --quick, killed, shared by processes, and a row repeated by hand."""
 
+import contextlib
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import pytest
 from vitlab.studies.catalog import STUDIES
 from vitlab.studies.request import make_request
 from vitlab.studies.run import all_rows
+from vitlab.training.lock import Held, folder_lock
 
 VITLAB = Path(sys.executable).with_name("vitlab")
 FEW = ("--quick", "--only", "none,1d-stem", "seeds=2", "steps=6", "checkpoint_every=2", "device=cpu")
@@ -86,6 +88,62 @@ def test_jobs_are_processes(complete: Path, tmp_path: Path) -> None:
     assert (out / "table.csv").read_bytes() == (complete / "table.csv").read_bytes()
     holders = {json.loads((path.parent / ".lock").read_text())["pid"] for path in stamps(out)}
     assert len(holders) == 2
+
+
+TWO_JOBS = """
+import multiprocessing, time
+from pathlib import Path
+
+from vitlab.errors import Stopped
+from vitlab.signals import catch_stop_signals
+from vitlab.studies.request import make_request
+from vitlab.studies.run import run_study
+from vitlab.studies.study import Measure, Number, Row, Study
+
+def wait(runs, folder):
+    # work that saves what it has, as training does: in a second, but the first process at once
+    with catch_stop_signals() as signals:
+        (folder / "begun").touch()
+        while not signals.number:
+            time.sleep(0.02)
+        time.sleep(multiprocessing.parent_process() is not None)
+        (folder / "saved").touch()
+    raise Stopped(signals.number, "")
+
+def rows(ask, seed):
+    for name in "ab":
+        yield Row(name, {}, {"x": Number(Measure(name, (), wait, ()), "x")})
+
+STUDY = Study("two", "?", "", rows, None, seeds=1)
+if __name__ == "__main__":
+    run_study(STUDY, make_request(STUDY, ["device=cpu"]), Path("out"), jobs=2)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_of_one_command_save_and_end_with_it(number: signal.Signals, tmp_path: Path) -> None:
+    """SIGTERM to all, as of a job's end, counts once; after SIGKILL of the first, the other one stops."""
+    (tmp_path / "two.py").write_text(TWO_JOBS)
+    first = subprocess.Popen([sys.executable, "two.py"], cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE)
+    jobs, until = tmp_path / "out/jobs", time.monotonic() + LIMIT
+    while len(list(jobs.glob("*/begun"))) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    holders = {place: json.loads((jobs / place / ".lock").read_text())["pid"] for place in "ab"}
+    mine = next(place for place in "ab" if holders[place] == first.pid)
+    if number == signal.SIGTERM:
+        os.killpg(first.pid, number)
+    else:
+        first.kill()
+    first.wait(LIMIT)
+    other = next(place for place in "ab" if place != mine)
+    while not (jobs / other / "saved").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert (jobs / mine / "saved").exists() == (number == signal.SIGTERM)
+    while time.monotonic() < until:
+        with contextlib.suppress(Held), folder_lock(jobs / other):  # dropped with its process
+            break
+        time.sleep(0.05)
+    assert time.monotonic() < until
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

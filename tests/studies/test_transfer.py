@@ -17,7 +17,8 @@ from rich.console import Console
 
 import vitlab
 from vitlab.errors import UserError
-from vitlab.studies.transfer import TARGETS, Target, Transfer, choose_targets, run_transfer
+from vitlab.studies.transfer import TARGETS, Target, Transfer, Transferred, choose_targets, run_transfer
+from vitlab.training.lock import folder_lock
 from vitlab.training.loop import train
 from vitlab.training.recipe import change
 from vitlab.training.recipes import FINETUNE, find
@@ -99,6 +100,22 @@ def test_what_cannot_start(run: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             run_transfer(str(run), root, tmp_path / "out", settings=settings, console=QUIET)
+
+
+def test_one_process_at_a_time_writes_the_results(run: Path, tmp_path: Path) -> None:
+    with folder_lock(tmp_path / "out"), pytest.raises(UserError, match="choose another --out"):
+        run_transfer(str(run), None, tmp_path / "out", quick=True, console=QUIET)
+
+
+def test_any_error_ends_its_target_alone(run: Path, tmp_path: Path) -> None:
+    class Broken(Transfer):
+        def run_target(self, target: Target, data: str) -> Transferred:
+            raise RuntimeError("an odd file")
+
+    made = Broken(str(run), vitlab.load(run), tmp_path, (), False, QUIET)
+    made.run(choose_targets("pets")[0], "somewhere", "[1/1]")
+    assert made.failed["pets"].startswith("RuntimeError: an odd file")
+    assert "Traceback" in (tmp_path / "pets/error.txt").read_text()
 
 
 @pytest.mark.slow

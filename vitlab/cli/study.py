@@ -43,7 +43,7 @@ def study(
     may run the same command in one folder and share the rows. A row that fails is noted, and the others run.
     """
     if name is None or "=" in name:
-        print_studies([*([name] if name else []), *(settings or [])])
+        print_studies([*([name] if name else []), *(settings or [])], quick=quick)
         return
     with stoppable("stopped before the first run; the same command starts again"):
         from vitlab.files import check_folder
@@ -91,8 +91,8 @@ def print_table(table: "StudyTable") -> None:
         )
 
 
-def print_studies(settings: list[str]) -> None:
-    """List the studies, with what each costs here under these settings."""
+def print_studies(settings: list[str], *, quick: bool) -> None:
+    """List the studies, with what each costs here under these settings, or why it cannot have them."""
     from vitlab.device import pick_device
     from vitlab.studies.catalog import STUDIES, count_runs, machine_flops
     from vitlab.studies.request import make_request
@@ -100,13 +100,18 @@ def print_studies(settings: list[str]) -> None:
     from vitlab.training.auto import machine
     from vitlab.training.recipes import operations
 
-    speed = machine_flops()
+    requests = {name: make_request(one, settings, quick=quick) for name, one in STUDIES.items()}
+    device = next(iter(requests.values())).device
+    speed = machine_flops(device)
     table = Table("study", "what it answers, and its cost", box=None, pad_edge=False)
     for name, one in STUDIES.items():
-        runs, flops = count_runs(one, make_request(one, settings))
-        cost = f"{counted(runs, 'run')}, {operations(flops)}, about {duration(flops / speed)} here"
-        cost = cost if runs else "nothing is trained"
+        try:
+            runs, flops = count_runs(one, requests[name])
+            cost = f"{counted(runs, 'run')}, {operations(flops)}, about {duration(flops / speed)} here"
+            cost = cost if runs else "nothing is trained"
+        except UserError as error:
+            cost = f"not with these settings: {error}"
         table.add_row(name, Text.assemble(one.question, ("\n" + f"{one.place}: {cost}", "dim")))
     console.print(table)
-    where = machine(pick_device("auto"))
+    where = machine(pick_device(device))
     console.print(f"Times are for this {where} at about {speed / 1e12:.3g} TFLOP/s. `vitlab study NAME` runs one.")

@@ -96,7 +96,8 @@ def draw_lines(axes: Any, panel: Lines, names: Sequence[str]) -> None:
     for series in panel.series:
         place = names.index(series.name)
         color, marker = COLORS[place % len(COLORS)], MARKERS[place % len(MARKERS)]
-        shown = [(x, values, i) for i, (x, values) in enumerate(zip(series.x, series.values, strict=True)) if values]
+        points = enumerate(zip(series.x, series.values, strict=True))
+        shown = [(x, values, i) for i, (x, values) in points if is_drawn(panel, x, values)]
         if not shown:
             continue
         x = [each[0] for each in shown]
@@ -131,11 +132,16 @@ def draw_lines(axes: Any, panel: Lines, names: Sequence[str]) -> None:
     axes.set_title(panel.title, loc="left", color=FAINT if panel.faint else INK)
 
 
+def is_drawn(panel: Lines, x: float, values: Sequence[float]) -> bool:
+    """Whether there is something to draw at x; zero has no place on a log scale."""
+    return bool(values) and (x > 0 or not panel.log) and (float(np.mean(values)) > 0 or not panel.log_y)
+
+
 def scale_by_decades(axes: Any, x: Sequence[float]) -> None:
     """A log scale whose labels are plain numbers: of few values their own, of many some of each decade."""
     axes.set_xscale("log")
     plain_labels(axes.xaxis, x)
-    if 1 < len(places := sorted(set(x))) <= FEW:
+    if 1 < len(places := sorted({value for value in x if value > 0})) <= FEW:
         axes.set_xticks(places)
 
 
@@ -143,8 +149,8 @@ def plain_labels(axis: Any, values: Sequence[float]) -> None:
     """Plain numbers on an axis with a log scale, some of each decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    if values:
-        reach = max(values) / min(values)
+    if positive := [value for value in values if value > 0]:
+        reach = max(positive) / min(positive)
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if reach < 30 else (1, 3) if reach < 1000 else (1,)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:g}"))

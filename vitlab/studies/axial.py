@@ -74,4 +74,5 @@ STUDY = Study(
     figure,
     paper="Axial ViTs are better than plain ones and cost more; AxialResNet is slow on the paper's machine.",
     note="All ViTs pool by mean. AxialResNet, whose layers another paper describes, is not here; R50x1 is the ResNet.",
+    timed=True,
 )

@@ -10,7 +10,7 @@ from vitlab.device import pick_device
 from vitlab.evaluation.extract import eval_mode
 from vitlab.plots.studies import Lines, Series, lines_figure
 from vitlab.studies.request import Request
-from vitlab.studies.shown_images import test_batches
+from vitlab.studies.shown_images import data_pairs, test_batches
 from vitlab.studies.study import Measure, Number, Row, Study, python
 from vitlab.studies.table import Line, Table
 from vitlab.weights import load
@@ -28,23 +28,20 @@ UNPLACED = "no positions"
 
 @dataclass(frozen=True)
 class Look:
-    """What a row measures, on so many test images."""
+    """What a row measures, on so many test images of the data that these settings name."""
 
     images: int
     device: str
+    data: tuple[str, ...]
 
     def __call__(self, runs: tuple[Path, ...], folder: Path) -> Mapping[str, float]:
         model, device = load(runs[0]), pick_device(self.device)
-        batches = test_batches(model, runs[0], device, most=self.images, batch=BATCH)
+        batches = test_batches(model, self.data, device, most=self.images, batch=BATCH)
         with eval_mode(model, device):
             found = measure_bias(model, batches, SHIFTS, TILES)
         shifted = dict(zip(map(shift_key, SHIFTS), found.shifted, strict=True))
         shuffled = dict(zip(map(tile_key, TILES), found.shuffled, strict=True))
         return shifted | shuffled | {UNPLACED: found.unplaced}
-
-    @property
-    def command(self) -> str:
-        return python("vitlab.studies.bias", "Look", f"Look({self.images}, '{self.device}')")
 
 
 def shift_key(pixels: int) -> str:
@@ -56,12 +53,13 @@ def tile_key(side: int) -> str:
 
 
 def rows(ask: Request, seed: int) -> Iterator[Row]:
-    look = Look(QUICK_IMAGES if ask.quick else IMAGES, ask.device)
     for kind, model in MODELS.items():
         for share in QUICK_SHARES if ask.quick else SHARES:
             name = f"{kind}-{share:g}"
             run = ask.pretrain(name, seed, model, subset=share)
-            measured = Measure(f"{run.name}-agreement", (run,), look, look.command)
+            look = Look(QUICK_IMAGES if ask.quick else IMAGES, ask.device, data_pairs(run))
+            repeat = python("vitlab.studies.bias", "Look", repr(look))
+            measured = Measure(f"{run.name}-agreement", (run,), look, repeat)
             keys = [*map(shift_key, SHIFTS), *map(tile_key, TILES), UNPLACED]
             numbers = {"accuracy": Number(run, "accuracy")} | {key: Number(measured, key) for key in keys}
             about = {"model": f"{kind}, {model}", "training images": f"{share:.0%}"}

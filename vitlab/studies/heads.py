@@ -11,11 +11,12 @@ from vitlab.analysis.distance import batch_size, cell_distances, mean_distance
 from vitlab.device import pick_device
 from vitlab.errors import UserError
 from vitlab.evaluation.extract import eval_mode
+from vitlab.files import atomic_file
 from vitlab.models.vit import ViT
 from vitlab.plots.heads import Heads, heads_figure
 from vitlab.studies.request import Request
-from vitlab.studies.shown_images import test_batches
-from vitlab.studies.study import JOBS, Measure, Number, Row, Study
+from vitlab.studies.shown_images import data_pairs, test_batches
+from vitlab.studies.study import Measure, Number, Row, Study, python
 from vitlab.studies.table import Table
 from vitlab.weights import load
 
@@ -37,20 +38,22 @@ NUMBERS = {
 
 @dataclass(frozen=True)
 class Look:
-    """What a row measures, on so many test images."""
+    """What a row measures, on so many test images of the data that these settings name."""
 
     images: int
     device: str
+    data: tuple[str, ...]
 
     def __call__(self, runs: tuple[Path, ...], folder: Path) -> Mapping[str, float]:
         """Write the distances of all heads; return some of them, in pixels."""
         model, device = load(runs[0]), pick_device(self.device)
         assert isinstance(model, ViT)
-        batches = test_batches(model, runs[0], device, most=self.images, batch=batch_size(model.config))
+        batches = test_batches(model, self.data, device, most=self.images, batch=batch_size(model.config))
         with eval_mode(model, device):
             distance = mean_distance(model, (batch.images for batch in batches))  # (L, H)
         even = cell_distances(model.config.grid, model.config.stride).mean()
-        np.savez(folder / DISTANCES, distance=distance, even=even)
+        with atomic_file(folder / DISTANCES) as file:
+            np.savez(file, distance=distance, even=even)
         first = distance[0]
         return dict(zip(NUMBERS, (first.mean(), first.min(), first.max(), distance[-1].mean()), strict=True))
 
@@ -59,8 +62,9 @@ def rows(ask: Request, seed: int) -> Iterator[Row]:
     size = {} if ask.sizes() else {"image_size": QUICK_SIZE if ask.quick else SIZE}
     for kind, model in MODELS.items():
         run = ask.pretrain(kind, seed, model, **size)
-        look = Look(QUICK_IMAGES if ask.quick else IMAGES, ask.device)
-        measured = Measure(f"{run.name}-distance", (run,), look, "vitlab inspect {0} PHOTOS --figures distance")
+        look = Look(QUICK_IMAGES if ask.quick else IMAGES, ask.device, data_pairs(run))
+        repeat = python("vitlab.studies.heads", "Look", repr(look))
+        measured = Measure(f"{run.name}-distance", (run,), look, repeat)
         numbers = {"accuracy": Number(run, "accuracy")} | {key: Number(measured, key, "px") for key in NUMBERS}
         yield Row(kind, {"model": model}, {**numbers}, run)
 
@@ -69,7 +73,7 @@ def figure(table: Table) -> "Figure":
     """The distance of each head by its layer, of all seeds."""
     panels = []
     for kind, model in MODELS.items():
-        files = [np.load(path) for path in sorted(table.out.glob(f"{JOBS}/{kind}-seed-*-distance/{DISTANCES}"))]
+        files = [np.load(path) for path in table.files(f"{kind}-seed-*-distance/{DISTANCES}")]
         if files:
             distance = np.stack([file["distance"] for file in files])
             panels.append(Heads(f"{kind} ({model})", distance, float(files[0]["even"])))

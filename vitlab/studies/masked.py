@@ -20,7 +20,7 @@ def rows(ask: Request, seed: int) -> Iterator[Row]:
     """Every row is fine-tuned; a masked model's pre-training uses no labels."""
     supervised = ask.pretrain("supervised", seed)
     about = {"pre-training": "supervised", "corrupted": ""}
-    yield Row("supervised", about, ask.transfers(supervised, seed), supervised, {PAPER: 0.839})
+    yield Row("supervised", about, ask.transfers(supervised, seed), supervised)
     for target, words in TARGETS.items():
         for rate in RATES:
             name = f"{target}-{100 * rate:g}"
@@ -35,7 +35,7 @@ def rows(ask: Request, seed: int) -> Iterator[Row]:
             paper = {PAPER: 0.799} if (target, rate) == ("mean", 0.5) else {}
             yield Row(name, about, ask.transfers(run, seed), run, paper)
     numbers = ask.transfers(None, seed, "scratch")
-    yield Row("scratch", {"pre-training": "none, from scratch", "corrupted": ""}, numbers, None, {PAPER: 0.779})
+    yield Row("scratch", {"pre-training": "none, from scratch", "corrupted": ""}, numbers)
 
 
 def figure(table: Table) -> "Figure":
@@ -54,7 +54,7 @@ STUDY = Study(
     "appendix B.1.2",
     rows,
     figure,
-    paper="It is 2 % better than training from scratch and 4 % worse than supervised pre-training. All three targets "
+    paper="79.9 % with mean colors: 2 % better than from scratch, 4 % worse than supervised pre-training. All targets "
     "work, L2 on pixels a little worse; 15 % corruption is a little worse than 50 %.",
     note="The paper's pre-training is on JFT-300M for a million steps, and its scores are of ImageNet.",
 )

@@ -26,7 +26,7 @@ def render_page(table: Table, picture: Path | None) -> str:
             notes=table.notes,
             numbers=1 + len(table.abouts),  # cells before the first number
             about={key: ", ".join(map(str, v)) if isinstance(v, list) else str(v) for key, v in about.items()},
-            left=sum(line.seeds < table.request.seeds for line in table.lines),
+            left=sum(line.over < table.request.seeds for line in table.lines),
             picture=None if picture is None else data_url(picture.read_bytes(), "png"),
             version=__version__,
         )

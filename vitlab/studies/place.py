@@ -1,8 +1,8 @@
 """The folder of a study: who runs which job, and what came out.
 
-OUT/study.json                 the study and its settings; another study or other settings are refused
+OUT/study.json                 the study and its settings; another study or other settings are refused, but more seeds
 OUT/jobs/NAME/run              the run folder of a training run
-OUT/jobs/NAME/result.json      a finished job: its command and its numbers
+OUT/jobs/NAME/result.json      a finished job: its command and its numbers, or how it diverged
 OUT/jobs/NAME/error.json       a job that failed the last time; the next call tries it again
 OUT/jobs/NAME/.lock            locked by the process that runs the job; the system drops the lock with the process
 OUT/table.csv, table.md, figure.png, figure.svg, study.html      written again after every finished row
@@ -12,16 +12,17 @@ done or is doing.
 """
 
 import json
+import math
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vitlab.errors import UserError
-from vitlab.files import read_json, remove, write_text
+from vitlab.files import file_lock, read_json, remove, write_errors, write_text
 from vitlab.settings import check_value
 from vitlab.studies.request import Request
 from vitlab.studies.study import Job, Outcome, Study, job_folder
@@ -39,6 +40,7 @@ class Result:
     numbers: dict[str, float]
     about: dict[str, float]
     seconds: float
+    diverged: str = ""  # how, where it did; there are no numbers then
 
 
 @dataclass(frozen=True)
@@ -48,18 +50,16 @@ class Place:
     out: Path
 
     def open(self, study: Study, request: Request) -> None:
-        """Begin a study here, or continue it; raises UserError where the folder has another one."""
+        """Begin a study here, or continue it, also with more seeds; raises UserError where the folder has another."""
         path, wanted = self.out / ABOUT, describe(study, request)
-        if path.exists():
-            stored = read_json(path)
-            if stored.get("study") != study.name:
-                raise UserError(f"{self.out} holds the study '{stored.get('study')}'; use another --out")
-            odd = next((key for key in wanted if stored.get(key) != wanted[key]), None)
-            if odd is not None:
-                has = f"{odd} {stored.get(odd)}, not {wanted[odd]}"
-                raise UserError(f"the study in {self.out} was begun with {has}; go on with it, or use another --out")
-            return
-        write_text(path, json.dumps(wanted, indent=1) + "\n")
+        with write_errors(self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+        with file_lock(str(self.out / ".open")):
+            stored = read_json(path) if path.exists() else {}
+            if stored:
+                check_same(self.out, stored, wanted)
+            if stored != wanted:
+                write_text(path, json.dumps(wanted, indent=1) + "\n")
 
     # ---- jobs
 
@@ -72,7 +72,8 @@ class Place:
             data = read_json(path)
             numbers = {key: float(value) for key, value in check_value(data.get("numbers"), dict, "numbers").items()}
             about = {key: float(value) for key, value in check_value(data.get("about"), dict, "about").items()}
-            return Result(str(data.get("command")), numbers, about, float(data.get("seconds", 0)))
+            diverged = check_value(data.get("diverged", ""), str, "diverged")
+            return Result(str(data.get("command")), numbers, about, float(data.get("seconds", 0)), diverged)
         except (UserError, OSError, ValueError, TypeError) as error:
             raise UserError(f"{path} cannot be read ({error}); remove it, and its job runs again") from None
 
@@ -86,11 +87,19 @@ class Place:
             return None
 
     def write_result(self, job: Job, outcome: Outcome, seconds: float) -> None:
-        data = {"format": "vitlab/1", "command": job.command(self.out), **asdict(outcome), "seconds": round(seconds, 1)}
+        """Note that a job is finished; UserError for what is no number."""
+        found = replace(outcome, numbers=plain_numbers(outcome.numbers), about=plain_numbers(outcome.about))
+        data = {"format": "vitlab/1", "command": job.command(self.out), **asdict(found), "seconds": round(seconds, 1)}
         folder = job_folder(self.out, job)
         write_text(folder / RESULT, json.dumps(data, indent=1) + "\n")
         remove(folder / ERROR)
         job.clean(self.out)
+
+    def clean(self, jobs: Iterable[Job]) -> None:
+        """Remove what finished jobs have left: a process may be killed between its result and that."""
+        for job in jobs:
+            if self.result(job) is not None:  # so no process runs it
+                job.clean(self.out)
 
     def write_error(self, job: Job, error: Exception) -> None:
         """Note that a job failed; an error that is none of the user's keeps its traceback for a report."""
@@ -117,6 +126,27 @@ class Place:
             yield self.result(job) is None
         finally:
             lock.__exit__(None, None, None)
+
+
+def check_same(out: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise UserError unless a folder's study is the one that is wanted, with as many seeds or fewer."""
+    if stored.get("study") != wanted["study"]:
+        raise UserError(f"{out} holds the study '{stored.get('study')}'; use another --out")
+    seeds = stored.get("seeds")
+    more = isinstance(seeds, int) and wanted["seeds"] >= seeds
+    odd = next((key for key in wanted if stored.get(key) != wanted[key] and not (key == "seeds" and more)), None)
+    if odd is not None:
+        has = f"{odd} {stored.get(odd)}, not {wanted[odd]}"
+        raise UserError(f"the study in {out} was begun with {has}; go on with it, or use another --out")
+
+
+def plain_numbers(found: Mapping[str, float]) -> dict[str, float]:
+    """Numbers as JSON has them, also of numpy; UserError for what is not finite."""
+    numbers = {key: float(value) for key, value in found.items()}
+    for key, value in numbers.items():
+        if not math.isfinite(value):
+            raise UserError(f"{key} is {value}, which is no number")
+    return numbers
 
 
 def describe(study: Study, request: Request) -> dict[str, Any]:

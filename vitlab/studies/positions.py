@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vitlab.analysis.embeddings import position_similarity, position_trend
+from vitlab.files import atomic_file
 from vitlab.models.vit import ViT
 from vitlab.plots.studies import Dots, dots_figure
 from vitlab.studies.request import Request
-from vitlab.studies.study import JOBS, Measure, Number, Row, Study
+from vitlab.studies.study import Measure, Number, Row, Study, python
 from vitlab.studies.table import Table
 from vitlab.weights import load
 
@@ -41,7 +42,8 @@ def rows(ask: Request, seed: int) -> Iterator[Row]:
         run = ask.pretrain(name, seed, positions=kind, placement=place)
         numbers = ask.few_shots(run) | {"accuracy": Number(run, "accuracy")}
         about = {"positions": WORDS[kind], "placed": PLACES[place] if kind in ("1d", "2d") else "n/a"}
-        look = Measure(f"{run.name}-similarity", (run,), measure_similarity, "vitlab inspect {0} PHOTO")
+        repeat = python("vitlab.studies.positions", measure_similarity.__name__, measure_similarity.__name__)
+        look = Measure(f"{run.name}-similarity", (run,), measure_similarity, repeat)
         others = (look,) if (kind, place) == ("1d", "stem") else ()
         yield Row(name, about, numbers, run, {PAPER: paper}, others)
 
@@ -51,7 +53,8 @@ def measure_similarity(runs: tuple[Path, ...], folder: Path) -> Mapping[str, flo
     model = load(runs[0])
     assert isinstance(model, ViT)
     similarity = position_similarity(model)
-    np.save(folder / SIMILARITY, similarity)
+    with atomic_file(folder / SIMILARITY) as file:
+        np.save(file, similarity)
     return {"trend": position_trend(similarity)}
 
 
@@ -63,16 +66,12 @@ def figure(table: Table) -> "Figure":
     ours = Dots(f"{key}, here", "accuracy, %", names, [line.values[key] for line in table.lines], groups)
     published = [[line.paper[PAPER]] for line in table.lines]
     theirs = Dots("the paper, ImageNet", "5-shot, %", names, published, groups, faint=True)
-    return dots_figure([ours, theirs], similarity(table.out))
+    files = table.files(f"1d-stem-seed-*-similarity/{SIMILARITY}")
+    return dots_figure([ours, theirs], np.load(files[0]) if files else None)
 
 
 def placed(place: str) -> list[str]:
     return [] if place == "n/a" else ["shared" if place.endswith("shared") else place]
-
-
-def similarity(out: Path) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]] | None":
-    paths = sorted(out.glob(f"{JOBS}/1d-stem-seed-*-similarity/{SIMILARITY}"))
-    return np.load(paths[0]) if paths else None
 
 
 STUDY = Study(

@@ -1,7 +1,7 @@
 """The paper's own numbers, to stand beside: accuracy of fine-tuned models by data set, and cost of pre-training.
 
 Nothing here was measured with this package. Accuracies are in percent with the deviation over three runs, where the
-paper has it; cost is in thousands of TPUv3-core-days, and in exaFLOPs, three forward passes for a training image.
+paper has it; cost is in TPUv3-core-days, and in exaFLOPs, three forward passes for a training image.
 """
 
 from dataclasses import dataclass, field
@@ -77,6 +77,11 @@ class Compute:
     epochs: int
     exaflops: float
     imagenet: float  # percent
+
+    @property
+    def family(self) -> str:
+        """ViT, hybrid or ResNet."""
+        return "hybrid" if "+" in self.model else "ViT" if self.model.startswith("ViT") else "ResNet"
 
 
 COMPUTE = (

@@ -2,14 +2,16 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from vitlab.device import pick_device, pick_workers
 from vitlab.errors import UserError
+from vitlab.models.config import RATES
 from vitlab.settings import Range, annotations, check_types, parse_settings, to_pairs
 from vitlab.studies.study import FewShot, Number, Study, Train
-from vitlab.training.recipe import LENGTHS, keys
+from vitlab.training.recipe import LENGTHS, keys, model_keys
 from vitlab.training.recipes import find
 
 PRETRAIN, FINETUNE = "study", "study-finetune"  # recipes
@@ -51,6 +53,7 @@ class StudySettings:
 class Request:
     """A study's settings as the user has them, and the jobs that follow from them."""
 
+    study: str
     data: str
     targets: tuple[str, ...]
     seeds: int
@@ -61,7 +64,22 @@ class Request:
 
     @property
     def device(self) -> str:
-        return next((pair.removeprefix("device=") for pair in self.how if pair.startswith("device=")), "auto")
+        return str(self.given("device", "auto"))
+
+    @property
+    def workers(self) -> int | None:
+        """Processes that read images; None: by the machine."""
+        return self.given("workers", 0 if self.quick else None)
+
+    def given(self, key: str, other: Any) -> Any:
+        """The user's value of a setting for every run, or another where there is none."""
+        return parse_settings(self.how, keys()).get(key, other)
+
+    def shared(self, processes: int) -> "Request":
+        """The request of each of several processes, which share the machine's cores for reading images."""
+        if processes == 1 or self.workers is not None:
+            return self
+        return replace(self, how=(*self.how, f"workers={pick_workers(pick_device(self.device)) // processes}"))
 
     # ---- jobs
 
@@ -72,18 +90,18 @@ class Request:
         """
         row = to_pairs({"model": model} | settings)
         quick = self.quick_run(model, tiny="/" in model)
-        check_free(row, self.pairs)
+        check_free(self.study, row, self.pairs)
         pairs = merge([f"data={self.data}"], quick, row, self.pairs, self.how, [f"seed={seed}"])
         return Train(f"{slug(name)}-seed-{seed}", PRETRAIN, pairs)
 
     def finetune(self, run: Train | None, target: str, seed: int, name: str = "", **settings: Any) -> Train:
         """Fine-tuning of a run's model on a target by the recipe `study-finetune`; without a run, from scratch."""
         row, start = to_pairs(settings), None if run is None else run.name.removesuffix(f"-seed-{seed}")
-        check_free(row, self.tune)
+        check_free(self.study, row, self.tune)
         model = str(settings.get("model", find(FINETUNE).recipe.model)) if run is None else run.settings().model
         quick = self.quick_run(model, tiny=run is None and "/" in model)  # else the weights decide the model
-        size = self.sizes() if run is None else to_pairs({"image_size": run.settings().image_size})
-        pairs = merge([f"data={target}"], quick, size, row, self.how, self.tune, [f"seed={seed}"])
+        shape = self.shape() if run is None else to_pairs({"image_size": run.settings().image_size})
+        pairs = merge([f"data={target}"], quick, shape, row, self.how, self.tune, [f"seed={seed}"])
         words = [word for word in (start, name, "to", self.title(target)) if word]
         return Train(f"{slug('-'.join(words))}-seed-{seed}", FINETUNE, pairs, run)
 
@@ -95,7 +113,7 @@ class Request:
 
     def few_shot(self, run: Train, target: str, shots: int = 5) -> FewShot:
         name = f"{run.name}-{shots}-shot-{slug(self.title(target))}"
-        return FewShot(name, run, target, shots, device=self.device)
+        return FewShot(name, run, target, shots, device=self.device, workers=self.workers)
 
     # ---- numbers, by heading
 
@@ -123,13 +141,18 @@ class Request:
     def sizes(self) -> list[str]:
         return [pair for pair in self.pairs if pair.startswith("image_size=")]
 
+    def shape(self) -> list[str]:
+        """The user's settings of a model that fine-tuning keeps: all but the rates of dropout."""
+        kept = {"image_size", *model_keys()} - {*RATES}
+        return [pair for pair in self.pairs if pair.partition("=")[0] in kept]
 
-def check_free(row: Iterable[str], given: Iterable[str]) -> None:
+
+def check_free(study: str, row: Iterable[str], given: Iterable[str]) -> None:
     """Raise UserError for a setting of the user that the rows of the study vary."""
     own = {pair.partition("=")[0] for pair in row}
     for pair in given:
         if (key := pair.partition("=")[0]) in own:
-            raise UserError(f"'{key}' is what this study varies, so it cannot be set to one value; leave it")
+            raise UserError(f"'{key}' is what the study '{study}' varies, so it cannot have one value; leave it")
 
 
 def slug(text: str) -> str:
@@ -178,6 +201,7 @@ def make_request(study: Study, pairs: Iterable[str] = (), *, quick: bool = False
         raise UserError(f"two of the targets {targets} have the same name; rename one of them")
     steps = [] if asked.tune_steps is None else lengths(asked.tune_steps)
     return Request(
+        study=study.name,
         data=asked.data or (QUICK_DATA if quick else DATA),
         targets=names,
         seeds=asked.seeds or (1 if quick else study.seeds),

@@ -11,17 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vitlab.cost import BACKWARD, forward_flops
 from vitlab.errors import UserError
 from vitlab.evaluation.result import csv_text
 from vitlab.files import read_json, write_text
-from vitlab.models.config import ModelConfig
 from vitlab.report.history import read_history
 from vitlab.report.make import SCORES
 from vitlab.studies.published import DATA, PUBLISHED, Score
 from vitlab.studies.transfer import RESULTS, TARGETS
 from vitlab.training.log import LOG, last_report
-from vitlab.training.recipe import Recipe
+from vitlab.training.recipe import is_settled
+from vitlab.training.recipes import run_flops
 from vitlab.training.search import SEARCH
 from vitlab.training.setup import StoredRun, read_run
 
@@ -101,8 +100,7 @@ def read_search(place: str, folder: Path) -> Column:
     accuracy, runs = about["summary"]["accuracy"], len(about["runs"])
     scores = {title_of(str(about["recipe"]["data"])): percent(accuracy["mean"], accuracy["std"])}
     first = next((stored for seed in about["runs"] if (stored := read_run(folder / f"seed-{int(seed)}"))), None)
-    flops = None if first is None else train_flops(first.model, first.recipe) / 1e18
-    return Column(place, scores, exaflops=flops, note=f"{runs} seeds; cost of one")
+    return Column(place, scores, exaflops=None if first is None else exaflops(first), note=f"{runs} seeds; cost of one")
 
 
 def read_one(place: str, folder: Path, stored: StoredRun) -> Column:
@@ -116,7 +114,7 @@ def read_one(place: str, folder: Path, stored: StoredRun) -> Column:
     except UserError:  # a run in progress, or whose weights were removed
         hours = None
     start = f"from {recipe.weights}, whose cost is not in it" if recipe.weights else ""
-    return Column(place, scores, exaflops=train_flops(stored.model, recipe) / 1e18, hours=hours, note=start)
+    return Column(place, scores, exaflops=exaflops(stored), hours=hours, note=start)
 
 
 def top1(scores: dict[str, Any], data: str) -> dict[str, Score]:
@@ -141,13 +139,9 @@ def title_of(data: str) -> str:
     return "ImageNet" if data.startswith("imagenet:") else next(is_target, plain)
 
 
-def train_flops(config: ModelConfig, recipe: Recipe) -> float:
-    """Operations of a run's training steps, three forward passes for an image."""
-    each: float = forward_flops(config)
-    if recipe.small_size is not None:
-        small = forward_flops(dataclasses.replace(config, image_size=recipe.small_size))
-        each += recipe.small_start * (small - each)
-    return (1 + BACKWARD) * each * (recipe.steps or 0) * recipe.batch
+def exaflops(stored: StoredRun) -> float | None:
+    """Operations of a run's training steps; None while the steps of a run by the clock are not known."""
+    return run_flops(stored.recipe, stored.model) / 1e18 if is_settled(stored.recipe) else None
 
 
 # ---- files

@@ -1,29 +1,31 @@
 """Run a study: every job once, by as many processes as like; the table, figure and page after each finished row."""
 
-import gc
 import multiprocessing
+import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from signal import SIGINT
+from signal import SIGTERM
 
-import torch
 from rich.console import Console
 
 from vitlab.data.open import open_data
+from vitlab.device import free_device
 from vitlab.errors import Stopped, UserError
 from vitlab.files import file_lock, write_text
-from vitlab.signals import Signals, stoppable
+from vitlab.signals import stoppable
 from vitlab.studies.catalog import machine_flops
 from vitlab.studies.page import render_page
 from vitlab.studies.place import Place
 from vitlab.studies.request import Request
-from vitlab.studies.study import FewShot, Job, Row, Study, Train, in_order
+from vitlab.studies.study import FewShot, Job, Outcome, Row, Study, Train, in_order
 from vitlab.studies.table import Table, comma_separated, make_table, markdown, shown
 from vitlab.text import counted, duration
 from vitlab.training.recipes import operations, run_flops
+from vitlab.training.recorder import Diverged
 
 POLL = 1.0  # seconds between looks at the jobs of other processes
 GRACE = 20.0  # seconds in which other processes save what they have
@@ -48,7 +50,7 @@ class Worker:
         pending = list(wanted)
         while pending:
             pending = [job for job in pending if not self.is_over(job)]
-            if pending and not any(self.try_job(job, len(wanted)) for job in pending):
+            if pending and not any(self.try_job(job) for job in pending):
                 time.sleep(POLL)  # others have them all, or what they need
 
     def is_over(self, job: Job) -> bool:
@@ -56,14 +58,15 @@ class Worker:
         if self.place.result(job) is not None:
             return True
         error = self.failed.get(job.name) or self.place.error(job, since=self.began)
-        lost = next((need.name for need in job.needs if need.name in self.failed), None)
+        failed = (need for need in job.needs if need.name in self.failed and self.place.result(need) is None)
+        lost = next((need.name for need in failed), None)
         if error is None and lost is not None:
             error = f"it needs {lost}, which failed"
         if error is not None:
             self.failed[job.name] = error
         return error is not None
 
-    def try_job(self, job: Job, total: int) -> bool:
+    def try_job(self, job: Job) -> bool:
         """Run a job if what it needs is there and no other process has it; True if something was done."""
         if any(self.place.result(need) is None for need in job.needs):
             return False
@@ -73,23 +76,33 @@ class Worker:
             began = time.monotonic()
             self.print(f"{job.name}: {job.command(self.place.out)}")
             try:
-                outcome = job.run(self.place.out, Console(quiet=True) if self.quiet else self.console)
+                outcome = self.run_job(job)
+                seconds = time.monotonic() - began
+                self.place.write_result(job, outcome, seconds)
             except Stopped as stop:
                 raise Stopped(stop.code - 128, STOPPED) from None
             except Exception as error:
                 self.place.write_error(job, error)
                 self.failed[job.name] = str(error)
                 self.print(f"{job.name} failed: {error}")
-                return True
+            else:
+                numbers = ", ".join(f"{key} {shown(value, unit_of(key))}" for key, value in outcome.numbers.items())
+                self.print(f"{job.name}: {numbers or outcome.diverged}; {duration(seconds)}")
             finally:
                 free_device()
-            seconds = time.monotonic() - began
-            self.place.write_result(job, outcome, seconds)
-        numbers = ", ".join(f"{key} {shown(value, unit_of(key))}" for key, value in outcome.numbers.items())
-        self.print(f"{job.name}: {numbers}; {duration(seconds)}")
-        if self.completes(job):
+        if job.name in self.failed or self.completes(job):
             self.render()
         return True
+
+    def run_job(self, job: Job) -> Outcome:
+        """What a job measures; a run that diverges has no numbers, and neither has what needs its model."""
+        for need in job.needs:
+            if (result := self.place.result(need)) is not None and result.diverged:
+                return Outcome({}, diverged=f"{need.name} diverged")
+        try:
+            return job.run(self.place.out, Console(quiet=True) if self.quiet else self.console)
+        except Diverged as error:
+            return Outcome({}, diverged=str(error))
 
     def completes(self, job: Job) -> bool:
         """Whether a job was the last of a row."""
@@ -103,39 +116,33 @@ class Worker:
             out = self.place.out
             write_text(out / "table.csv", comma_separated(table))
             write_text(out / "table.md", markdown(table))
-            picture = draw(table)
+            picture = self.draw(table)
             write_text(out / "study.html", render_page(table, picture))
         return table
+
+    def draw(self, table: Table) -> Path | None:
+        """Write the figure of what is there; None where there is nothing yet, no matplotlib, or a figure that fails:
+        none is worth the end of the work."""
+        from vitlab.plots.style import drawing, write
+
+        if not table.done:
+            return None
+        try:
+            with drawing():
+                figure = table.study.figure(table)
+            return write(figure, table.out / "figure", ("png", "svg"))[0]
+        except UserError:  # figures are an extra, and some need more than a first number
+            return None
+        except Exception as error:
+            self.print(f"there is no figure: {type(error).__name__}: {error}")
+            return None
 
     def print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def free_device() -> None:
-    """Give a GPU's memory back to the processes that share it, and forget what was compiled for the last model: torch
-    compiles one function for eight models, and runs it uncompiled for any other."""
-    if torch.cuda.is_available():
-        torch.compiler.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
 def unit_of(key: str) -> str:
     return "%" if key.startswith("accuracy") or key == "std" else ""
-
-
-def draw(table: Table) -> Path | None:
-    """Write the figure of what is there; None where there is nothing yet, or no matplotlib."""
-    from vitlab.plots.style import drawing, write
-
-    if not table.done:
-        return None
-    try:
-        with drawing():
-            figure = table.study.figure(table)
-    except UserError:  # figures are an extra, and some need more than a first number
-        return None
-    return write(figure, table.out / "figure", ("png", "svg"))[0]
 
 
 # ---- the command
@@ -169,6 +176,9 @@ def run_study(
 
     `only` names the rows to run; the table shows all. `jobs` processes work at once, on one device.
     """
+    if study.timed and jobs > 1:
+        raise UserError(f"the study '{study.name}' measures times, which --jobs {jobs} would change; leave --jobs")
+    request = request.shared(jobs)
     rows, names, place = all_rows(study, request), tuple(only), Place(out)
     chosen = choose_rows(study, rows, names)
     wanted = in_order(job for seed in chosen for row in seed for job in row.jobs)
@@ -177,14 +187,16 @@ def run_study(
     left = [job for job in wanted if place.result(job) is None]
     flops = check_jobs(left)
     place.open(study, request)
+    place.clean(wanted)
     worker = Worker(study, request, place, rows, console or Console(), quiet=jobs > 1)
     worker.print(describe_work(chosen[0], request, len(wanted) - len(left), len(wanted), flops))
-    with stoppable(STOPPED) as signals:
+    with stoppable(STOPPED):
         worker.render()
-        with other_processes(jobs - 1, signals, study, request, out, names):
+        with other_processes(jobs - 1, study, request, out, names, worker.began):
             worker.work(wanted)
         table = worker.render()
-    return table, worker.failed
+    names_left = {job.name for job in wanted if place.result(job) is None}  # another process may have had more luck
+    return table, {name: why for name, why in worker.failed.items() if name in names_left}
 
 
 def check_jobs(jobs: Sequence[Job]) -> float:
@@ -209,33 +221,48 @@ def describe_work(rows: Sequence[Row], request: Request, done: int, jobs: int, f
 
 @contextmanager
 def other_processes(
-    count: int, signals: Signals, study: Study, request: Request, out: Path, only: tuple[str, ...]
+    count: int, study: Study, request: Request, out: Path, only: tuple[str, ...], began: float
 ) -> Iterator[None]:
     """More processes that work in the same folder meanwhile."""
     context = multiprocessing.get_context("spawn")  # a fork would share a GPU's context
-    found = [context.Process(target=work_beside, args=(study, request, out, only)) for _ in range(count)]
+    found = [context.Process(target=work_beside, args=(study, request, out, only, began)) for _ in range(count)]
     for process in found:
         process.start()
     try:
         yield
     except BaseException as error:
-        number = error.code - 128 if isinstance(error, Stopped) else signals.number
-        until = time.monotonic() + (GRACE if number == SIGINT else 0)  # Ctrl-C reaches them too; twice is in haste
-        for process in found:
-            process.join(max(0.0, until - time.monotonic()))
-            process.terminate()
+        # Ctrl-C and most that end a job signal all its processes, and after a second signal a run saves nothing
+        signaled = isinstance(error, Stopped | KeyboardInterrupt)
+        until = time.monotonic() + (GRACE if signaled else 0)
+        try:
+            for process in found:
+                process.join(max(0.0, until - time.monotonic()))
+        finally:
+            for process in found:
+                process.terminate()
         raise
     finally:
         for process in found:
             process.join()
 
 
-def work_beside(study: Study, request: Request, out: Path, only: tuple[str, ...]) -> None:
+def work_beside(study: Study, request: Request, out: Path, only: tuple[str, ...], began: float) -> None:
     """What a process of `other_processes` does; errors of jobs are in the folder."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
     rows = all_rows(study, request)
     wanted = in_order(job for seed in choose_rows(study, rows, only) for row in seed for job in row.jobs)
     try:
         with stoppable("stopped"):
-            Worker(study, request, Place(out), rows, Console(), quiet=True).work(wanted)
+            Worker(study, request, Place(out), rows, Console(), quiet=True, began=began).work(wanted)
     except Stopped as stop:
         raise SystemExit(stop.code) from None
+
+
+def end_with_parent() -> None:
+    """Stop this process, with what it has saved, when the one that started it was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), SIGTERM)
+        time.sleep(GRACE)
+        os._exit(1)

@@ -12,7 +12,7 @@ from vitlab.models.names import configure
 from vitlab.models.variants import build
 from vitlab.plots.studies import Lines, Series, lines_figure
 from vitlab.studies.request import Request
-from vitlab.studies.study import Measure, Number, Row, Study
+from vitlab.studies.study import Measure, Number, Row, Study, python
 from vitlab.studies.table import Table
 from vitlab.training.capacity import largest_batch
 
@@ -46,17 +46,14 @@ class Timing:
             "GFLOPs": forward_flops(config) / 1e9,
         }
 
-    @property
-    def command(self) -> str:
-        return f'python -c "from vitlab.studies.speed import Timing; print({self!r}((), None))"'
-
 
 def rows(ask: Request, seed: int) -> Iterator[Row]:
     for model in QUICK_MODELS if ask.quick else MODELS:
         for size in QUICK_SIZES if ask.quick else SIZES:
             timing = Timing(model, size, ask.device, ask.quick)
             name = f"{model.replace('/', '')}-{size}"
-            measured = Measure(f"{name}-seed-{seed}", (), timing, timing.command)
+            repeat = python("vitlab.studies.speed", "Timing", repr(timing))
+            measured = Measure(f"{name}-seed-{seed}", (), timing, repeat)
             numbers = {key: Number(measured, key, "") for key in ("images/s", "batch", "largest batch", "GFLOPs")}
             about = {"family": "ViT" if "/" in model else "ResNet", "model": model, "size": f"{size}"}
             yield Row(name, about, {**numbers})
@@ -85,4 +82,5 @@ STUDY = Study(
     seeds=1,
     note="Inference at the fastest batch size, and the largest batch of a training step with AdamW, both in bf16 on a "
     "GPU that has it; on a CPU the batch is counted, not tried. The paper's machine is a TPUv3 core.",
+    timed=True,
 )

@@ -25,6 +25,7 @@ once. What a job does must follow from the request, the row and the seed alone, 
 `Request` (request.py) has the data, the settings of the command line and those of --quick, and makes the usual jobs.
 """
 
+import json
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,11 +36,15 @@ from typing import TYPE_CHECKING, Protocol
 from rich.console import Console
 
 from vitlab.errors import UserError
+from vitlab.evaluation.extract import ExtractOptions
 from vitlab.evaluation.features import FeatureSet
 from vitlab.evaluation.fewshot import check_shots, few_shot
+from vitlab.files import read_json, write_text
 from vitlab.training.loop import train
 from vitlab.training.recipe import Recipe, count_steps, override
 from vitlab.training.recipes import check_ready, find, run_flops
+from vitlab.training.setup import RECIPE, read_recipe
+from vitlab.training.trust import is_trusted, remember_recipe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,6 +61,7 @@ class Outcome:
 
     numbers: dict[str, float]
     about: dict[str, float] = field(default_factory=dict)  # such as the number of images
+    diverged: str = ""  # how, where a run did: there are no numbers then, and another attempt would give none
 
 
 class Job(Protocol):
@@ -125,11 +131,28 @@ class Train:
 
     def run(self, out: Path, console: Console) -> Outcome:
         recipe = check_ready(self.recipe, override(find(self.recipe).recipe, self.words(out)))
+        if self.start is not None:
+            follow_weights(self.folder(out), self.start.folder(out))
         done = train(recipe, self.folder(out), resume=True, console=console)
         return Outcome(done.report, {"images": len(done.data.train), "tested": len(done.data.test)})
 
     def clean(self, out: Path) -> None:
         shutil.rmtree(self.folder(out) / "checkpoints", ignore_errors=True)  # the model is beside them
+
+
+def follow_weights(run: Path, weights: Path) -> None:
+    """Let an interrupted run name its weights where they are now: a study's folder may have moved, or be spelled in
+    another way, and the run of the same name in it is the same run."""
+    stored = read_recipe(run)
+    if stored is None or stored.weights is None or stored.weights == str(weights):
+        return
+    if Path(stored.weights).parts[-3:] == weights.parts[-3:]:
+        path = run / RECIPE
+        mine, about = is_trusted(path), read_json(path)
+        about["recipe"]["weights"] = str(weights)
+        write_text(path, json.dumps(about, indent=1) + "\n")
+        if mine:
+            remember_recipe(path)
 
 
 @dataclass(frozen=True)
@@ -142,6 +165,7 @@ class FewShot:
     shots: int = 5
     draws: int = 3
     device: str = "auto"
+    workers: int | None = None
 
     @property
     def needs(self) -> tuple[Train, ...]:
@@ -154,7 +178,8 @@ class FewShot:
 
     def run(self, out: Path, console: Console) -> Outcome:
         keep = job_folder(out, self) / "features"
-        features = FeatureSet(str(self.of.folder(out)), self.data, keep=keep, device=self.device)
+        options: ExtractOptions = {"device": self.device, "workers": self.workers}
+        features = FeatureSet(str(self.of.folder(out)), self.data, keep=keep, **options)
         data = features.data
         check_shots(data.train.labels, data.test.labels, (self.shots,), data.classes)
         train_set, test_set = features.extract(data.train, "train"), features.extract(data.test, "test")
@@ -169,20 +194,20 @@ class FewShot:
 class Measure:
     """A function of runs' folders, for what no verb prints: it returns numbers, and may leave files in its own folder.
 
-    `repeat` is the command or the Python that a reader would type, with {0}, {1} ... for the runs' folders.
+    `repeat` are the words of the command that a reader would type, before those of the runs' folders.
     """
 
     name: str
     of: tuple[Train, ...]
     function: "Callable[[tuple[Path, ...], Path], Mapping[str, float]]"  # (folders of runs, own folder) -> numbers
-    repeat: str
+    repeat: tuple[str, ...]
 
     @property
     def needs(self) -> tuple[Train, ...]:
         return self.of
 
     def command(self, out: Path) -> str:
-        return self.repeat.format(*(run.folder(out) for run in self.of))
+        return shlex.join([*self.repeat, *(str(run.folder(out)) for run in self.of)])
 
     def run(self, out: Path, console: Console) -> Outcome:
         folder = job_folder(out, self)
@@ -193,10 +218,11 @@ class Measure:
         pass
 
 
-def python(module: str, name: str, function: str) -> str:
-    """The `repeat` of a `Measure` by what only Python calls: `function` of one run."""
-    code = f"from pathlib import Path; from {module} import {name}; print({function}((Path('{{0}}'),), Path()))"
-    return f'python -c "{code}"'
+def python(module: str, name: str, function: str) -> tuple[str, ...]:
+    """The `repeat` of a `Measure` by what only Python calls: `function` of runs' folders and this one."""
+    runs = "tuple(map(Path, sys.argv[1:]))"
+    code = f"import sys; from pathlib import Path; from {module} import {name}; print({function}({runs}, Path()))"
+    return "python", "-c", code
 
 
 # ---- rows
@@ -244,6 +270,7 @@ class Study:
     paper: str = ""  # what the paper found, in a few words
     seeds: int = 3
     note: str = ""  # how this differs from the paper's experiment
+    timed: bool = False  # it measures times, so that one process at a time may work on it
     published: tuple[tuple[str, ...], ...] = ()  # the paper's table, headings first, where its rows are not ours
 
 

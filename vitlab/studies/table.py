@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from vitlab.studies.place import Place
+from vitlab.studies.place import RESULT, Place
 from vitlab.studies.request import Request
-from vitlab.studies.study import Number, Row, Study, several
+from vitlab.studies.study import JOBS, Number, Row, Study, several
 
 NO_CLAIM = "± is the standard deviation over seeds; no claim is drawn from a difference smaller than it."
 ONE_SEED = "One seed: the spread of these numbers is not known, so no claim is drawn from small differences."
@@ -32,6 +32,8 @@ class Line:
     batch: int | None
     flops: float | None  # of pre-training, or whatever run the row is about
     seeds: int  # with all numbers
+    over: int  # seeds of which nothing is left to do: with all numbers, or without some since runs diverged
+    diverged: dict[str, int]  # by heading, seeds without a number since a run diverged
     commands: tuple[str, ...]  # of the first seed
     errors: tuple[str, ...]
 
@@ -70,6 +72,11 @@ class Table:
         """The lines that have a number."""
         return [line for line in self.lines if any(line.values.values())]
 
+    def files(self, pattern: str) -> list[Path]:
+        """Files that finished jobs left in their folders, in order; a killed job may have left some too."""
+        found = sorted(self.out.glob(f"{JOBS}/{pattern}"))
+        return [path for path in found if (path.parent / RESULT).is_file()]
+
     @property
     def notes(self) -> list[str]:
         several_seeds = any(line.seeds > 1 for line in self.lines)
@@ -78,37 +85,34 @@ class Table:
 
 def make_table(study: Study, request: Request, place: Place, rows: Sequence[Sequence[Row]]) -> Table:
     """The table from the results there are; `rows` of each seed."""
-    lines = []
-    for same in zip(*rows, strict=True):  # one row, by seed
-        values: dict[str, list[float]] = {key: [] for key in same[0].numbers}
-        complete = 0
-        for row in same:
-            found = {key: number_of(place, numbers) for key, numbers in row.numbers.items()}
-            complete += None not in found.values()
-            for key, value in found.items():
-                if value is not None:
-                    values[key].append(value)
-        lines.append(make_line(same, values, complete, place))
+    lines = [make_line(same, place) for same in zip(*rows, strict=True)]  # one row, by seed
     return Table(study, request, place.out, lines)
 
 
-def make_line(same: Sequence[Row], values: dict[str, list[float]], complete: int, place: Place) -> Line:
+def make_line(same: Sequence[Row], place: Place) -> Line:
     first = same[0]
     run = first.trained
     result = None if run is None else place.result(run)
     recipe = None if run is None else run.settings()
     failed = [(job, place.error(job)) for row in same for job in row.jobs if place.result(job) is None]
+    found = [{key: number_of(place, numbers) for key, numbers in row.numbers.items()} for row in same]
+    lost = [{key: has_diverged(place, numbers) for key, numbers in row.numbers.items()} for row in same]
+    is_over = [
+        all(there[key] is not None or gone[key] for key in there) for there, gone in zip(found, lost, strict=True)
+    ]
     return Line(
         name=first.name,
         about=first.about,
-        values=values,
+        values={key: [value for each in found if (value := each[key]) is not None] for key in first.numbers},
         units={key: several(numbers)[0].unit for key, numbers in first.numbers.items()},
         paper=first.paper,
-        images=None if result is None else int(result.about.get("images", 0)),
+        images=None if result is None or "images" not in result.about else int(result.about["images"]),
         steps=None if run is None else run.steps,
         batch=None if recipe is None else recipe.batch,
         flops=None if run is None else run.flops,
-        seeds=complete,
+        seeds=sum(None not in each.values() for each in found),
+        over=sum(is_over),
+        diverged={key: sum(each[key] for each in lost) for key in first.numbers},
         commands=tuple(job.command(place.out) for job in first.jobs),
         errors=tuple(f"{job.name}: {error}" for job, error in failed if error is not None),
     )
@@ -125,6 +129,12 @@ def number_of(place: Place, numbers: Number | tuple[Number, ...]) -> float | Non
     return float(np.mean(found))
 
 
+def has_diverged(place: Place, numbers: Number | tuple[Number, ...]) -> bool:
+    """Whether a run that a number is of diverged, so that there will be none."""
+    results = [place.result(number.job) for number in several(numbers)]
+    return any(result is not None and result.diverged for result in results)
+
+
 # ---- as text
 
 
@@ -134,6 +144,12 @@ def shown(value: float | None, unit: str, std: float | None = None) -> str:
         return ""
     scale, digits = (100, ".2f") if unit == "%" else (1, ".4g" if abs(value) < 1000 else ",.0f")
     return f"{scale * value:{digits}}" + ("" if std is None else f" ± {scale * std:{digits}}")
+
+
+def cell(line: Line, key: str) -> str:
+    """The number of a heading, and the seeds that have none since their runs diverged."""
+    number, lost = shown(line.mean(key), line.units.get(key, ""), line.std(key)), line.diverged.get(key, 0)
+    return f"{number}, {lost} diverged" if number and lost else "diverged" if lost else number
 
 
 def heading(key: str, unit: str) -> str:
@@ -148,7 +164,7 @@ def cells(table: Table) -> tuple[list[str], list[list[str]]]:
     heads += ["images", "steps", "batch", "seeds", "exaFLOPs"]
     rows = []
     for line in table.lines:
-        numbers = [shown(line.mean(key), line.units.get(key, ""), line.std(key)) for key in table.headings]
+        numbers = [cell(line, key) for key in table.headings]
         papers = [shown(line.paper.get(key), "%") for key in table.papers]
         counts = ["" if n is None else f"{n:,}" for n in (line.images, line.steps, line.batch)]
         cost = "" if line.flops is None else f"{line.flops / 1e18:.3g}"
@@ -181,13 +197,12 @@ def comma_separated(table: Table) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     measured = [f"{key} {what}" for key in table.headings for what in ("mean", "std", "n")]
-    counts = ["images", "steps", "batch", "seeds", "flops"]
+    counts = ["images", "steps", "batch", "seeds", "diverged", "flops"]
     writer.writerow(["row", *table.abouts, *measured, *(f"paper {key}" for key in table.papers), *counts])
     for line in table.lines:
         numbers = [n for key in table.headings for n in (line.mean(key), line.std(key), len(line.values.get(key, [])))]
         papers = [line.paper.get(key) for key in table.papers]
         about = [line.about.get(key, "") for key in table.abouts]
-        writer.writerow(
-            [line.name, *about, *numbers, *papers, line.images, line.steps, line.batch, line.seeds, line.flops]
-        )
+        counted = [line.images, line.steps, line.batch, line.seeds, line.over - line.seeds, line.flops]
+        writer.writerow([line.name, *about, *numbers, *papers, *counted])
     return file.getvalue()

@@ -13,6 +13,7 @@ import difflib
 import functools
 import json
 import shutil
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,12 +31,13 @@ from vitlab.settings import parse_settings
 from vitlab.studies.vtab import means, run_vtab
 from vitlab.text import listed
 from vitlab.training.auto import higher
+from vitlab.training.lock import folder_lock
 from vitlab.training.recipe import LENGTHS, change, keys, override
 from vitlab.training.recipes import find
 from vitlab.training.search import Plan, run_search, split_pairs
 from vitlab.weights import load
 
-RESULTS, TABLE, CSV = "results.json", "table.md", "table.csv"
+RESULTS, TABLE, CSV, ERROR = "results.json", "table.md", "table.csv", "error.txt"
 SEEDS = 3
 FIXED = ("model", "data", "weights", "objective", "subset", "holdout", "validation", "epochs", "minutes")
 ENDINGS = ("", ".parquet", ".csv", ".tar")
@@ -119,20 +121,29 @@ class Transfer:
     failed: dict[str, str] = field(default_factory=dict)
 
     def run(self, target: Target, data: str, number: str) -> None:
-        """Run or resume a target to its result; a UserError ends this target only."""
+        """Run or resume a target to its result; an error ends this target only."""
         self.print(f"{number} {target.title}: {data}")
         try:
             result = self.run_tasks(target, Path(data)) if target == VTAB else self.run_target(target, data)
         except Stopped as stop:
             message = str(stop).replace("continue with --resume", "the same command resumes from here")
             raise Stopped(stop.code - 128, f"{target.name}: {message}") from None
-        except UserError as error:
-            self.failed[target.name] = str(error)
-            self.print(f"{target.name} did not finish: {error}")
+        except Exception as error:
+            self.fail(target, error)
             return
         self.results[target.name] = result
         self.write()
         self.print(f"{target.title}: {percent(result)}")
+
+    def fail(self, target: Target, error: Exception) -> None:
+        """Note that a target failed; an error that is none of the user's leaves its traceback for a report."""
+        why = str(error)
+        if not isinstance(error, UserError):
+            path = self.out / target.name / ERROR
+            write_text(path, "".join(traceback.format_exception(error)))
+            why = f"{type(error).__name__}: {error} (see {path})"
+        self.failed[target.name] = why
+        self.print(f"{target.name} did not finish: {why}")
 
     def run_target(self, target: Target, data: str) -> Transferred:
         """Choose the learning rate on held-out images, then train with each seed."""
@@ -273,7 +284,6 @@ def run_transfer(
     given = {pair.partition("=")[0] for pair in settings}
     short = tuple(pair for pair in QUICK if pair.partition("=")[0] not in given) if quick else ()
     transfer = Transfer(weights, load(weights), out, (*short, *settings), keep, console or Console())
-    transfer.resume()
     if quick:
         transfer.print("quick: a few steps on the built-in digits, to see that everything runs; it proves nothing")
         found = {DIGITS: "digits"}
@@ -281,9 +291,11 @@ def run_transfer(
         found = find_targets(transfer, root, targets)
     for target, data in found.items():  # a wrong setting is an error before the first run
         transfer.plan(target, data)
-    transfer.write()  # from here on the folder is of these weights
-    for number, (target, data) in enumerate(found.items(), 1):
-        transfer.run(target, data, f"[{number}/{len(found)}]")
+    with folder_lock(out):  # a second process would write its own results over these
+        transfer.resume()
+        transfer.write()  # from here on the folder is of these weights
+        for number, (target, data) in enumerate(found.items(), 1):
+            transfer.run(target, data, f"[{number}/{len(found)}]")
     return transfer
 
 

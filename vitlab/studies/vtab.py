@@ -17,7 +17,7 @@ from rich.console import Console
 
 from vitlab.data.source import Data
 from vitlab.data.transforms import Augment
-from vitlab.device import pick_device
+from vitlab.device import free_device, pick_device
 from vitlab.errors import Stopped, UserError
 from vitlab.evaluation.piece_cache import model_key
 from vitlab.evaluation.scores import Rate, rate
@@ -140,6 +140,8 @@ class Study:
         except Stopped as stop:
             message = str(stop).replace("continue with --resume", "the same command resumes from here")
             raise Stopped(stop.code - 128, f"{task.name}: {message}") from None
+        finally:
+            free_device()
         return outcome.report, outcome.seconds
 
     def task_recipe(self, task: Task) -> Recipe:

@@ -4,6 +4,7 @@ A name is MODEL-DATA, with -EPOCHS where the paper has several lengths: B/16-jft
 that start from weights are called DATA-finetune.
 """
 
+import dataclasses
 import difflib
 import itertools
 import math
@@ -14,7 +15,7 @@ from typing import Any
 from vitlab.cost import BACKWARD, forward_flops
 from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
-from vitlab.models.config import Preprocess
+from vitlab.models.config import ModelConfig, Preprocess
 from vitlab.models.names import SIZES, configure
 from vitlab.settings import parse_settings
 from vitlab.text import counted
@@ -219,7 +220,7 @@ PHOTOS = vary(
 # the runs of the studies: as plain as the paper's, and the same for every model that is compared
 STUDY = made(
     "model=Ti/8 data=zh-plus/tiny-imagenet image_size=64 steps=5000 batch=256 lr=0.001 warmup=500 weight_decay=0.1 "
-    "clip=1 area=0.3,1 validation=0 cuda_graph=true checkpoint_every=2500 log_every=50",
+    "clip=1 area=0.3,1 validation=0 cuda_graph=true log_every=50",
     preprocess=Preprocess(crop=1.0),
 )
 STUDY_FINETUNE = vary(
@@ -277,18 +278,20 @@ def check_ready(name: str, recipe: Recipe) -> Recipe:
 # ---- what a recipe costs, as text
 
 
-def run_flops(recipe: Recipe) -> float:
-    """Operations of a complete run, with a head of 1,000 classes: a training image costs three forward passes.
+def run_flops(recipe: Recipe, model: ModelConfig | None = None) -> float:
+    """Operations of a complete run: a training image costs three forward passes.
 
-    Not a number for a run by the clock.
+    `model` is the run's, where it is known; None: the recipe's, with a head of 1,000 classes. Not a number for a run by
+    the clock.
     """
     if not is_settled(recipe):
         return math.nan
     images = recipe.steps * recipe.batch if recipe.steps else (recipe.epochs or 0) * IMAGES[recipe.data]
-    settings = recipe.model_settings | {"classes": 1000}
-    each: float = forward_flops(configure(recipe.model, settings | {"image_size": recipe.image_size}))
+    settings = {"classes": 1000, "image_size": recipe.image_size}
+    config = configure(recipe.model, recipe.model_settings | settings) if model is None else model
+    each: float = forward_flops(config)
     if recipe.small_size is not None:
-        small = forward_flops(configure(recipe.model, settings | {"image_size": recipe.small_size}))
+        small = forward_flops(dataclasses.replace(config, image_size=recipe.small_size))
         each += recipe.small_start * (small - each)
     return (1 + BACKWARD) * each * images
 

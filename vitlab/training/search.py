@@ -22,6 +22,7 @@ from rich.console import Console
 
 from vitlab.data.open import hold_out_validation
 from vitlab.data.source import Data
+from vitlab.device import free_device
 from vitlab.errors import UserError
 from vitlab.files import read_json, write_text
 from vitlab.settings import Range, check_types, from_json, is_number, parse_settings, to_json
@@ -184,7 +185,10 @@ class Search:
         return table
 
     def train(self, recipe: Recipe, folder: Path, data: Data | None) -> TrainResult:
-        return train(recipe, folder, resume=True, accept_data_changes=self.accept, console=self.console, data=data)
+        try:
+            return train(recipe, folder, resume=True, accept_data_changes=self.accept, console=self.console, data=data)
+        finally:
+            free_device()
 
     def show(self, score: float | None) -> str:
         if score is None:
