@@ -393,7 +393,7 @@ def test_text_is_safe_in_markdown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", STUDIES)
-@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("quick", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_study_is_sound_data(name: str, quick: bool) -> None:
     study = STUDIES[name]
     ask = make_request(study, ["seeds=2"], quick=quick)

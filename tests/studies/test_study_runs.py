@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+from preloaded import program
 
 from vitlab.studies.catalog import STUDIES
 from vitlab.studies.request import make_request
 from vitlab.studies.run import all_rows
 from vitlab.training.lock import Held, folder_lock
 
-VITLAB = Path(sys.executable).with_name("vitlab")
 FEW = ("--quick", "--only", "none,1d-stem", "seeds=2", "steps=6", "checkpoint_every=2", "device=cpu")
 LIMIT = 300
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    command = [str(VITLAB), "study", *words]
+    command = [str(program("vitlab")), "study", *words]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -166,13 +166,13 @@ def test_a_row_repeated_by_hand_is_the_same_to_the_bit(complete: Path, tmp_path:
     words = shlex.split(run["command"])
     assert words[:3] == ["vitlab", "train", "study"]
     words[words.index("--out") + 1] = "mine"
-    subprocess.run([VITLAB, *words[1:]], cwd=tmp_path, check=True, capture_output=True, timeout=LIMIT)
+    subprocess.run([program("vitlab"), *words[1:]], cwd=tmp_path, check=True, capture_output=True, timeout=LIMIT)
     log = [json.loads(line) for line in (tmp_path / "mine/log.jsonl").read_text().splitlines()]
     assert next(record["test"] for record in reversed(log) if "test" in record) == run["numbers"]
     words = shlex.split(shots["command"])
     assert words[:2] == ["vitlab", "fewshot"]
     words = ["fewshot", "mine", *words[3:], "--json", "few.json", "--keep", "kept"]
-    subprocess.run([VITLAB, *words], cwd=tmp_path, check=True, capture_output=True, timeout=LIMIT)
+    subprocess.run([program("vitlab"), *words], cwd=tmp_path, check=True, capture_output=True, timeout=LIMIT)
     (found,) = json.loads((tmp_path / "few.json").read_text())["results"]
     assert found["accuracy"] == shots["numbers"]["accuracy"]
 
