@@ -6,7 +6,7 @@ Shapes: n images, D the width of the features, or the number of classes, b image
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict
@@ -24,7 +24,8 @@ from vitlab.errors import UserError
 from vitlab.evaluation.corrupted import Corrupted, Corrupting
 from vitlab.evaluation.piece_cache import PieceCache, Values, What, model_key
 from vitlab.evaluation.stretched import Stretched
-from vitlab.inference.engine import Engine, Payback
+from vitlab.inference.engine import Engine
+from vitlab.inference.payback import Payback
 from vitlab.models.config import LARGEST_SIDE, Preprocess, ResNetConfig
 from vitlab.models.guest import Measured
 from vitlab.terminal import progress
@@ -139,13 +140,14 @@ def extract_values(
                 run = BatchRunner(model, what, target, size, left)
                 number = pick_workers(target) if workers is None else workers
                 batches = compute_batches(run, model, framed, missing, size, number)
-                for span in missing:
-                    for start in range(span.start, span.stop, size):
-                        place, rows = next(batches)
-                        values[start + place] = rows
-                        advance(min(size, span.stop - start))
-                    if cache is not None:
-                        cache.write(span, values)
+                with closing(run.engine):
+                    for span in missing:
+                        for start in range(span.start, span.stop, size):
+                            place, rows = next(batches)
+                            values[start + place] = rows
+                            advance(min(size, span.stop - start))
+                        if cache is not None:
+                            cache.write(span, values)
     return leave_out_broken(values, source, broken_limit)
 
 

@@ -76,11 +76,11 @@ class Service:
 
     async def warm_up(self) -> None:
         """Run one request of each kind, so that the first client does not wait for what torch sets up."""
-        self.classifier.engine.warm_up(buckets(self.batcher.max_batch))
         await asyncio.to_thread(self.decoders.start)
         blank = torch.zeros(3, *self.classifier.model.config.image_size, dtype=torch.uint8)
         await asyncio.wrap_future(self.batcher.submit(blank))
         await asyncio.wrap_future(self.batcher.call(lambda: explain(self.classifier, blank)))
+        await asyncio.to_thread(self.classifier.engine.warm_up, buckets(self.batcher.max_batch))  # after all these
 
     async def predict(self, request: Request) -> list[tuple[str, Scores]]:
         """Every image's name and scores."""
@@ -158,6 +158,7 @@ class Service:
     def close(self) -> None:
         self.draining = True
         self.batcher.close(LAST_BATCH_SECONDS)
+        self.classifier.engine.close()
         self.decoders.close()
 
 
