@@ -1,9 +1,11 @@
 """The engine gives the model's own values, whatever runs it."""
 
+import copy
 import logging
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,10 +14,14 @@ from conftest import Randomize
 from torch import Tensor
 
 import vitlab
+from vitlab.data.transforms import normalize
 from vitlab.inference.engine import ANY, TOLERANCE, Engine, buckets, divide
 from vitlab.inference.graphs import working_copy
 from vitlab.inference.payback import Payback
 from vitlab.inference.processor import Candidate, candidates, measure, onnx_runtime, onnx_runtime_apart
+from vitlab.inference.values import ValuesOf
+from vitlab.models.config import Preprocess
+from vitlab.models.unknown import Unknown
 from vitlab.models.variants import Model
 
 CPU = torch.device("cpu")
@@ -283,8 +289,98 @@ def test_predictions_are_the_models(small: Model) -> None:
     assert (classifier.logits(pixels) - expected).abs().max() < 1e-5
 
 
+def test_what_is_started_is_what_is_predicted(small: Model) -> None:
+    """Several at once, with the channels of a pixel together, as decoders give them."""
+    classifier = vitlab.Classifier(small, "cpu")
+    pixels = torch.randint(0, 256, (5, 32, 32, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    waiting = [classifier.start(list(part)) for part in pixels.split(2)]
+    found = [one.probabilities for wait in waiting for one in wait().each()]
+    torch.testing.assert_close(torch.cat(found), classifier.probabilities(pixels))
+
+
+def test_bytes_are_normalized_as_everywhere(small: Model) -> None:
+    """What is compiled does it by itself."""
+    preprocess = Preprocess(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
+    pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    with torch.no_grad():
+        found = ValuesOf(small, "logits", preprocess)(pixels)
+        torch.testing.assert_close(found, small(normalize(pixels, preprocess)))
+        engine = Engine(small, "logits", CPU, preprocess=preprocess)
+        assert torch.equal(engine(pixels), small(normalize(pixels, preprocess)))
+
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def refusing(small: Model) -> Model:
+    """It refuses, by classes around 0 and 1 in the space of its features."""
+    means = torch.stack([torch.zeros(32), torch.ones(32)])
+    rest = {"spread": torch.ones(32), "counts": torch.full((2,), 9.0), "held_out": torch.linspace(-9, 9, 99)}
+    small.card.unknown = Unknown(torch.zeros(32), torch.eye(32), means=means, rate=0.05, **rest)
+    return small
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
+def test_a_classifier_on_a_gpu_is_that_on_a_cpu(refusing: Model) -> None:
+    """From bytes to probabilities and distances, in graphs, several under way at once and from two threads."""
+    expected = vitlab.Classifier(copy.deepcopy(refusing), "cpu")
+    classifier = vitlab.Classifier(refusing, "cuda")
+    classifier.engine.warm_up([1, 4, 8])
+    assert classifier.engine.warming is not None
+    classifier.engine.warming.join()
+    assert list(classifier.engine.fast) == [1, 4, 8]
+    pixels = [torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8).permute(2, 0, 1) for _ in range(64)]
+
+    def work(step: int) -> None:
+        spans = [(first, min(64, first + step)) for first in range(0, 64, step)]
+        waiting = [(a, b, classifier.start(pixels[a:b])) for a, b in spans]
+        for a, b, wait in waiting:
+            scores, own = wait(), expected.scores(torch.stack(pixels[a:b]))
+            assert (scores.probabilities - own.probabilities).abs().max() < 0.05
+            assert scores.distances is not None
+            assert own.distances is not None
+            assert (scores.distances - own.distances).abs().max() < 0.1 * own.distances.abs().max()
+
+    with ThreadPoolExecutor(3) as threads:
+        for done in [threads.submit(work, step) for step in (1, 3, 8, 20) * 3]:
+            done.result(60)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_graph_owns_its_workspace(small: Model) -> None:
+    """Another graph is recorded, and all workspaces are freed and their memory overwritten: the first one stays."""
+    device = torch.device("cuda", 0)
+    engine = Engine(small.to(device), "features", device)
+    assert engine.prepare(4)
+    x = images(4).to(device)
+    before = engine(x)
+    other = torch.compile(torch.nn.Linear(64, 64).to(device), mode="reduce-overhead")
+    with torch.inference_mode():
+        for _ in range(4):
+            other(torch.randn(8, 64, device=device))
+    torch._C._cuda_clearCublasWorkspaces()
+    filler = [torch.full((1 << 22,), float("nan"), device=device) for _ in range(64)]
+    for _ in range(3):
+        assert torch.equal(engine(x), before)
+    assert all(bool(part.isnan().all()) for part in filler)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_changed_model_is_run_itself_on_a_gpu(small: Model) -> None:
+    device = torch.device("cuda", 0)
+    engine = Engine(small.to(device), "features", device)
+    assert engine.prepare(2)
+    small.load_state_dict({name: 2 * tensor for name, tensor in small.state_dict().items()})
+    x = images(2).to(device)
+    assert torch.equal(engine(x), engine.plain(x))
+
+
+@pytest.mark.gpu
+@on_gpu
 def test_graphs_on_a_gpu(small: Model) -> None:
     """Every batch up to the largest, filled up or not, and again after another; eager above it."""
     device = torch.device("cuda", 0)
@@ -300,7 +396,7 @@ def test_graphs_on_a_gpu(small: Model) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
 def test_a_gpu_answers_while_it_compiles(small: Model) -> None:
     device = torch.device("cuda", 0)
     engine = Engine(small.to(device), "features", device)

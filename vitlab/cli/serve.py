@@ -37,9 +37,11 @@ def serve(
         ),
     ] = None,
     host_name: Annotated[list[str] | None, Option(help="A name that clients use for this machine; repeatable.")] = None,
-    max_batch: Annotated[int | None, Option(min=1, help="Images per batch; 64, on a CPU 16.")] = None,
+    max_batch: Annotated[int | None, Option(min=1, help="Images per batch; 256, on a CPU 16.")] = None,
     max_wait_ms: Annotated[float, Option(min=0, help="How long a batch waits for more images.")] = 5,
-    queue: Annotated[int, Option(min=1, help="Images that may wait; more get 503 and Retry-After.")] = 256,
+    queue: Annotated[
+        int | None, Option(min=1, help="Images that may wait; more get 503 and Retry-After. 1024, on a CPU 256.")
+    ] = None,
     max_bytes: Annotated[str, Option(help="Largest request.")] = "20MB",
     max_pixels: Annotated[str, Option(help="Largest image.")] = "50M",
     max_images: Annotated[int, Option(min=1, help="Images per request.")] = 16,

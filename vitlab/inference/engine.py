@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from vitlab.data.transforms import normalize
 from vitlab.device import has_bf16
 from vitlab.inference.values import ValuesOf, What
+from vitlab.models.config import Preprocess
 from vitlab.models.guest import Guest, Measured
 from vitlab.text import brief
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vitlab")
 
 Run = Callable[[Tensor], Tensor]
+Tail = Callable[[Measured, Tensor], Tensor]
 # How far the values of a fast path may be off, as a share of the largest value: rounding in another order.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 SMALLEST = 1e-12  # largest value, where all are zero
@@ -38,14 +41,29 @@ WAITS = 0.05  # seconds of an image, below which a CPU that serves needs nothing
 CLOSING = 5.0  # seconds that are waited for a compiler, which cannot be stopped
 
 
+def unchanged(model: Measured, values: Tensor) -> Tensor:
+    return values
+
+
 class Engine:
     """Computes values (b, D) of normalized images (b, 3, h, w) on the model's device, in its precision.
 
-    A GPU that has bf16 computes in it where the weights are float32; others in the weights' own precision.
+    A GPU that has bf16 computes in it where the weights are float32; others in the weights' own precision. With a
+    `preprocess` images are bytes. A `tail` takes the model, or a copy of it, and the values, and returns others; the
+    first of them, as many as the model has classes, are compared.
     """
 
-    def __init__(self, model: Measured, what: What, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Measured,
+        what: What,
+        device: torch.device,
+        *,
+        preprocess: Preprocess | None = None,
+        tail: Tail = unchanged,
+    ) -> None:
         self.model, self.what, self.device = model, what, device
+        self.preprocess, self.tail = preprocess, tail
         self.parameters = list(model.parameters())
         self.dtype = self.parameters[0].dtype
         self.half = has_bf16(device) and self.dtype == torch.float32
@@ -63,8 +81,7 @@ class Engine:
         if not fast or self.state() != self.made_for:
             return self.plain(images)
         if self.device.type != "cuda":
-            run = fast.get(len(images), fast.get(ANY, self.plain))
-            return run(images.to(self.dtype))
+            return fast.get(len(images), fast.get(ANY, self.plain))(images)
         parts = divide(len(images), fast)
         if not parts:
             return self.plain(images)
@@ -73,10 +90,36 @@ class Engine:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     @torch.inference_mode()
+    def start(self, pixels: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Begin with images (3, h, w) of bytes in the host's memory; what is returned waits for their values (b, D).
+
+        So the host can do something else while a GPU computes. Several may be under way.
+        """
+        fast, graphs = self.fast, self.graphs
+        parts = divide(len(pixels), fast) if graphs is not None and fast and self.state() == self.made_for else []
+        if graphs is None or not parts:
+            values = self(torch.stack(list(pixels)).to(self.device, non_blocking=True))
+            return lambda: values.float().cpu()
+        under_way, first = [], 0
+        for batch, count in parts:
+            under_way.append(graphs.start(batch, pixels[first : first + count]))
+            first += count
+        return lambda: torch.cat([pending.collect() for pending in under_way])
+
+    @torch.inference_mode()
     def plain(self, images: Tensor) -> Tensor:
         """The model itself."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
-            return (self.model.features if self.what == "features" else self.model)(images.to(self.dtype))
+        return self.around(self.model.features if self.what == "features" else self.model)(images)
+
+    def around(self, run: Run) -> Run:
+        """All from images to values, by a way from normalized images to the model's."""
+
+        def complete(images: Tensor) -> Tensor:
+            x = images if self.preprocess is None else normalize(images, self.preprocess)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
+                return self.tail(self.model, run(x.to(self.dtype)))
+
+        return complete
 
     def state(self) -> object:
         """What changes when the model's weights are changed in place, or its size of images is."""
@@ -114,16 +157,24 @@ class Engine:
         if isinstance(self.model, Guest):
             return None  # measured as its own library runs it
         self.begin()
-        images = torch.randn(batch, 3, *self.model.config.image_size, device=self.device, dtype=self.dtype)
+        images = self.random_images(batch)
         if self.graphs is not None:
-            run: Run = partial(self.graphs.run, self.graphs.record(images))
+            self.graphs.record(images)
+            run: Run = partial(self.graphs.run, batch)
             return (batch, "compiled, as a CUDA graph", run) if self.agrees(run, images) else None
         if self.device.type == "cpu":
             from vitlab.inference.processor import candidates, fastest
 
-            found = fastest(candidates(self.model, self.what, thorough=thorough), images, self.plain, self.agrees)
+            ways = candidates(self.model, self.what, thorough=thorough)
+            found = fastest(ways, self.around, images, self.plain, self.agrees)
             return None if found is None else (ANY if found.any_batch else batch, found.name, found.run)
         return None
+
+    def random_images(self, batch: int) -> Tensor:
+        shape = batch, 3, *self.model.config.image_size
+        if self.preprocess is not None:
+            return torch.randint(0, 256, shape, device=self.device, dtype=torch.uint8)
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def begin(self) -> None:
         """Before the first fast path is made: remember the model's state and copy it, where that is recorded."""
@@ -133,14 +184,16 @@ class Engine:
         if self.device.type == "cuda" and not isinstance(self.model, Guest):
             from vitlab.inference.graphs import Graphs, working_copy
 
-            module = ValuesOf(working_copy(self.model, self.half), self.what)
-            self.graphs = Graphs(module, self.device, self.half)
+            copied = working_copy(self.model, self.half)
+            module = ValuesOf(copied, self.what, self.preprocess)
+            self.graphs = Graphs(module, partial(self.tail, copied), self.device, self.half)
 
     @torch.inference_mode()
     def agrees(self, run: Run, images: Tensor) -> bool:
         """Whether a fast path gives the plain path's values, but for rounding."""
-        expected = self.plain(images).double()
-        difference = float((run(images).double() - expected).abs().max().nan_to_num(nan=torch.inf))
+        compared = None if self.tail is unchanged else self.model.config.classes
+        expected, found = (way(images).double()[:, :compared] for way in (self.plain, run))
+        difference = float((found - expected).abs().max().nan_to_num(nan=torch.inf))
         share = TOLERANCE[torch.bfloat16 if self.half else self.dtype]
         allowed = share * max(SMALLEST, float(expected.abs().max()))
         if difference > allowed:
@@ -184,15 +237,14 @@ class Engine:
         if isinstance(self.model, Guest) or not has_onnx():
             return
         way = Candidate("ONNX Runtime", partial(onnx_runtime_apart, self.model, self.what, self.stop), any_batch=True)
-        image = torch.randn(1, 3, *self.model.config.image_size)
-        found = fastest(iter([way]), image, self.plain, self.agrees)
+        found = fastest(iter([way]), self.around, self.random_images(1), self.plain, self.agrees)
         if found is not None and not self.stop.is_set():
             self.use(ANY, found.name, found.run)
             log.info("from now on the model runs in ONNX Runtime, which is faster here")
 
     def seconds(self) -> float:
         """What the plain path takes for one image, once it has run."""
-        image = torch.zeros(1, 3, *self.model.config.image_size)
+        image = self.random_images(1)
         self.plain(image)
         began = time.perf_counter()
         self.plain(image)

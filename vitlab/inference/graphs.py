@@ -6,13 +6,14 @@ longer what a small batch waits for.
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from vitlab.device import own_workspaces
+from vitlab.inference.slots import Pending, Slots
 from vitlab.kernels.install import use_kernels
 from vitlab.kernels.rounding import round_weights
 from vitlab.models.variants import Model
@@ -40,20 +41,22 @@ class Recording:
 
 
 class Graphs:
-    """The recordings of one module, called in mixed bf16 with `half`.
+    """The recordings of one module, called in mixed bf16 with `half`, and of what a `tail` makes of its values.
 
     One runs at a time, on a stream of their own, so they share a lock and the memory of what they compute in between.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, half: bool) -> None:
-        self.device, self.half = device, half
+    def __init__(self, module: nn.Module, tail: Callable[[Tensor], Tensor], device: torch.device, half: bool) -> None:
+        self.device, self.half, self.tail = device, half, tail
         self.forward = torch.compile(module, dynamic=False)  # kept: graphs read the constants of compiled code
         self.using, self.pool = threading.Lock(), torch.cuda.graph_pool_handle()
         # recordings are made on another stream than they run on, as both may happen at one time
         self.stream, self.side = (torch.cuda.Stream(device) for _ in range(2))
+        self.slots = Slots(device)
+        self.recordings: dict[int, Recording] = {}
 
-    def record(self, images: Tensor) -> Recording:
-        """A recording for batches like this one."""
+    def record(self, images: Tensor) -> None:
+        """Make a recording for batches like this one."""
         with recording, torch.inference_mode(), torch.cuda.device(self.device), room_for_shapes():
             images, graph = images.clone(), torch.cuda.CUDAGraph()
             self.side.wait_stream(torch.cuda.current_stream())
@@ -66,25 +69,32 @@ class Graphs:
             with own_workspaces(), torch.cuda.graph(graph, **how):
                 values = self.compute(images)
             torch.cuda.synchronize()
-        return Recording(images, values, graph)
+        self.recordings[len(images)] = Recording(images, values, graph)
 
     def compute(self, images: Tensor) -> Tensor:
         # without the cache of casts, whose tensors would belong to the recording
         with torch.autocast("cuda", torch.bfloat16, enabled=self.half, cache_enabled=False):
-            values: Tensor = self.forward(images)
+            values = self.tail(self.forward(images))
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
-    def run(self, found: Recording, images: Tensor) -> Tensor:
+    def run(self, batch: int, images: Tensor) -> Tensor:
         """Values of images that are on the device, in the order of the calling thread's work there."""
         caller = torch.cuda.current_stream(self.device)
         with self.using:
             self.stream.wait_stream(caller)
             with torch.cuda.stream(self.stream):
-                values = found.replay(images).clone()
+                values = self.recordings[batch].replay(images).clone()
             caller.wait_stream(self.stream)
         images.record_stream(self.stream)  # so that their memory is not used again too early
         values.record_stream(caller)
         return values
+
+    def start(self, batch: int, pixels: Sequence[Tensor]) -> Pending:
+        """Begin with images (3, h, w) of bytes that are in the host's memory, where their values come back to."""
+        found = self.recordings[batch]
+        with self.using, torch.cuda.stream(self.stream):
+            slot = self.slots.take(found.images, found.values)
+            return slot.fetch(found.replay(slot.send(pixels)))
 
 
 @contextmanager

@@ -50,13 +50,20 @@ class Found:
 
 
 def fastest(
-    ways: Iterator[Candidate], images: Tensor, plain: Run, agrees: Callable[[Run, Tensor], bool]
+    ways: Iterator[Candidate],
+    around: Callable[[Run], Run],
+    images: Tensor,
+    plain: Run,
+    agrees: Callable[[Run, Tensor], bool],
 ) -> Found | None:
-    """The fastest way to compute the values of such images; None where that is the plain path."""
+    """The fastest way to compute the values of such images; None where that is the plain path.
+
+    `around` adds what comes before and after the model.
+    """
     runs, any_batch = {"eager": plain}, {}
     for way in ways:
         try:
-            run = way.make()
+            run = around(way.make())
             if agrees(run, images):  # and compiles it
                 runs[way.name], any_batch[way.name] = run, way.any_batch
         except Exception as error:  # a compiler or an exporter that fails here is no reason to stop
