@@ -331,7 +331,7 @@ def test_a_full_queue_is_reported_and_recovers(run: Path) -> None:
 def test_a_failing_model_fails_its_batch_alone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with client(run) as (http, service):
         with monkeypatch.context() as broken:
-            broken.setattr(service.classifier, "start", lambda pixels: 1 / 0)
+            broken.setattr(service.classifier, "to_scores", lambda *_: 1 / 0)
             refused(http.post("/v1/predict", files=form(PNG)), 500, "the model failed on this batch")
             refused(http.post("/v1/explain", files=form(PNG)), 500, "the model failed on this batch")
         assert http.post("/v1/predict", files=form(PNG)).status_code == 200

@@ -19,9 +19,12 @@ from torch import Tensor
 
 from vitlab.data.transforms import normalize
 from vitlab.device import has_bf16
+from vitlab.inference.scales import Scales
 from vitlab.inference.values import ValuesOf, What
+from vitlab.kernels.fp8 import E4M3
 from vitlab.models.config import Preprocess
 from vitlab.models.guest import Guest, Measured
+from vitlab.models.variants import Model
 from vitlab.text import brief
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ log = logging.getLogger("vitlab")
 Run = Callable[[Tensor], Tensor]
 Tail = Callable[[Measured, Tensor], Tensor]
 # How far the values of a fast path may be off, as a share of the largest value: rounding in another order.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05, E4M3: 0.1}
 SMALLEST = 1e-12  # largest value, where all are zero
 ANY = 0  # in place of a batch: any size
 
@@ -50,7 +53,7 @@ class Engine:
 
     A GPU that has bf16 computes in it where the weights are float32; others in the weights' own precision. With a
     `preprocess` images are bytes. A `tail` takes the model, or a copy of it, and the values, and returns others; the
-    first of them, as many as the model has classes, are compared.
+    first of them, as many as the model has classes, are compared. With `scales` the plain path too is in 8 bits.
     """
 
     def __init__(
@@ -61,12 +64,13 @@ class Engine:
         *,
         preprocess: Preprocess | None = None,
         tail: Tail = unchanged,
+        scales: Scales | None = None,
     ) -> None:
         self.model, self.what, self.device = model, what, device
-        self.preprocess, self.tail = preprocess, tail
+        self.preprocess, self.tail, self.scales = preprocess, tail, scales
         self.parameters = list(model.parameters())
         self.dtype = self.parameters[0].dtype
-        self.half = has_bf16(device) and self.dtype == torch.float32
+        self.half = scales is not None or (has_bf16(device) and self.dtype == torch.float32)
         self.fast: dict[int, Run] = {}  # by the batch it is for, ascending; on a GPU at most that
         self.names: dict[int, str] = {}  # what that is
         self.made_for: object = None  # the state of the model that these have
@@ -74,6 +78,9 @@ class Engine:
         self.too_large = 1 << 30  # images of a batch that does not fit
         self.warming: threading.Thread | None = None
         self.stop = threading.Event()
+        self.quantized: Model | None = None  # what computes, where there are scales
+        if scales is not None:
+            self.begin()
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
@@ -108,16 +115,18 @@ class Engine:
 
     @torch.inference_mode()
     def plain(self, images: Tensor) -> Tensor:
-        """The model itself."""
-        return self.around(self.model.features if self.what == "features" else self.model)(images)
+        """The model itself, eagerly."""
+        return self.around(None)(images)
 
-    def around(self, run: Run) -> Run:
-        """All from images to values, by a way from normalized images to the model's."""
+    def around(self, run: Run | None) -> Run:
+        """All from images to values, by a way from normalized images to the model's; None: the model itself."""
 
         def complete(images: Tensor) -> Tensor:
             x = images if self.preprocess is None else normalize(images, self.preprocess)
+            model = self.model if self.quantized is None or self.state() != self.made_for else self.quantized
+            own = model.features if self.what == "features" else model
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
-                return self.tail(self.model, run(x.to(self.dtype)))
+                return self.tail(model, (run or own)(x.to(self.dtype)))
 
         return complete
 
@@ -162,7 +171,7 @@ class Engine:
             self.graphs.record(images)
             run: Run = partial(self.graphs.run, batch)
             return (batch, "compiled, as a CUDA graph", run) if self.agrees(run, images) else None
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self.scales is None:
             from vitlab.inference.processor import candidates, fastest
 
             ways = candidates(self.model, self.what, thorough=thorough)
@@ -181,10 +190,17 @@ class Engine:
         if self.made_for is not None:
             return
         self.made_for = self.state()
-        if self.device.type == "cuda" and not isinstance(self.model, Guest):
-            from vitlab.inference.graphs import Graphs, working_copy
+        if isinstance(self.model, Guest) or (self.device.type != "cuda" and self.scales is None):
+            return
+        from vitlab.inference.graphs import Graphs, working_copy
 
-            copied = working_copy(self.model, self.half)
+        copied = working_copy(self.model, self.half)
+        if self.scales is not None:
+            from vitlab.inference.fp8 import use_scales
+
+            use_scales(copied, self.scales)
+            self.quantized = copied
+        if self.device.type == "cuda":
             module = ValuesOf(copied, self.what, self.preprocess)
             self.graphs = Graphs(module, partial(self.tail, copied), self.device, self.half)
 
@@ -194,7 +210,7 @@ class Engine:
         compared = None if self.tail is unchanged else self.model.config.classes
         expected, found = (way(images).double()[:, :compared] for way in (self.plain, run))
         difference = float((found - expected).abs().max().nan_to_num(nan=torch.inf))
-        share = TOLERANCE[torch.bfloat16 if self.half else self.dtype]
+        share = TOLERANCE[E4M3 if self.scales is not None else torch.bfloat16 if self.half else self.dtype]
         allowed = share * max(SMALLEST, float(expected.abs().max()))
         if difference > allowed:
             log.warning("a compiled model differs by up to %.2g, and is not used", difference)
@@ -212,7 +228,7 @@ class Engine:
             many = ", ".join(map(str, batches))
             log.info("compiling the model for batches of %s in the background; until then it runs eagerly", many)
             work = partial(self.compile_all, batches)
-        elif self.device.type == "cpu" and self.dtype == torch.float32 and self.seconds() > WAITS:
+        elif self.device.type == "cpu" and self.scales is None and self.seconds() > WAITS:
             work = self.export
         else:
             return
@@ -266,7 +282,7 @@ def divide(images: int, ready: Iterable[int]) -> list[tuple[int, int]]:
 
     The last may be filled up, by less than itself: a much larger one would take longer than the model as it is.
     """
-    batches, parts = sorted(ready), []
+    batches, parts = sorted(ready), list[tuple[int, int]]()
     while images > 0 and len(parts) < PARTS:
         fitting = next((batch for batch in batches if images <= batch < 2 * images), None)
         chosen = max((batch for batch in batches if batch <= images), default=None) if fitting is None else fitting

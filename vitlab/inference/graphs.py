@@ -65,8 +65,8 @@ class Graphs:
                     self.compute(images)
             torch.cuda.synchronize()
             # thread-local, as other threads may use the GPU meanwhile
-            how = {"pool": self.pool, "stream": self.side, "capture_error_mode": "thread_local"}
-            with own_workspaces(), torch.cuda.graph(graph, **how):
+            capture = torch.cuda.graph(graph, self.pool, self.side, capture_error_mode="thread_local")
+            with own_workspaces(), capture:
                 values = self.compute(images)
             torch.cuda.synchronize()
         self.recordings[len(images)] = Recording(images, values, graph)

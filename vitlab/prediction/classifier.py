@@ -18,6 +18,7 @@ from vitlab.device import pick_device
 from vitlab.errors import UserError
 from vitlab.html import bar_table, data_url, picture_card
 from vitlab.inference.engine import Engine
+from vitlab.inference.scales import Scales
 from vitlab.models.config import Preprocess
 from vitlab.models.guest import Measured
 from vitlab.models.unknown import Unknown
@@ -118,6 +119,7 @@ class Classifier:
         device: "auto" (the best there is), "cpu", "cuda", "cuda:1" or "mps".
         refuse: the share of images of its own classes that a model may answer "none of these" to, in order to refuse
             others; by default that of the model. 0 never refuses, as does a model that was not fitted for it.
+        scales: those of the model's dense layers, with which they are in 8 bits.
 
     Raises:
         UserError: the model cannot be loaded or has no head, `refuse` is not a share or the model cannot refuse, or
@@ -137,7 +139,12 @@ class Classifier:
     unknown: Unknown | None  # what refuses
 
     def __init__(
-        self, model: Model | str | os.PathLike[str], device: str = "auto", *, refuse: float | None = None
+        self,
+        model: Model | str | os.PathLike[str],
+        device: str = "auto",
+        *,
+        refuse: float | None = None,
+        scales: Scales | None = None,
     ) -> None:
         loaded = model if isinstance(model, nn.Module) else load(model)
         classes = loaded.config.classes
@@ -154,7 +161,8 @@ class Classifier:
         self.thresholds = None if limits is None else torch.tensor(limits)
         self.temperature = loaded.card.temperature
         self.unknown = pick_unknown(loaded.card.unknown, refuse, self.device)
-        self.engine = Engine(self.model, "features", self.device, preprocess=self.preprocess, tail=self.classify)
+        how = {"preprocess": self.preprocess, "tail": self.classify, "scales": scales}
+        self.engine = Engine(self.model, "features", self.device, **how)
 
     def predict(self, image: object, top: int | None = None) -> Prediction:
         """The `top` most probable classes of one image, or all where there are fewer.
