@@ -164,7 +164,10 @@ def test_a_thread_that_is_to_stop_ends_between_batches(small: Model, monkeypatch
     def make(batch: int, *, thorough: bool) -> None:
         made.append(batch)
         if batch == 4:
-            raise torch.OutOfMemoryError("too large")
+            try:
+                raise torch.OutOfMemoryError("too large")
+            finally:
+                raise RuntimeError("capture failed")  # as a recording does
         engine.use(batch, "made", engine.plain)
         return
 

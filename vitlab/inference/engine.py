@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vitlab.data.transforms import normalize
-from vitlab.device import has_bf16
+from vitlab.device import has_bf16, out_of_memory
 from vitlab.inference.scales import Scales
 from vitlab.inference.values import ValuesOf, What
 from vitlab.kernels.fp8 import E4M3
@@ -68,8 +68,8 @@ class Engine:
     ) -> None:
         self.model, self.what, self.device = model, what, device
         self.preprocess, self.tail, self.scales = preprocess, tail, scales
-        self.parameters = list(model.parameters())
-        self.dtype = self.parameters[0].dtype
+        self.dtype = next(model.parameters()).dtype
+        self.counted = [p for p in model.parameters() if not p.is_inference()]  # torch counts changes of these
         self.half = scales is not None or (has_bf16(device) and self.dtype == torch.float32)
         self.fast: dict[int, Run] = {}  # by the batch it is for, ascending; on a GPU at most that
         self.names: dict[int, str] = {}  # what that is
@@ -132,7 +132,7 @@ class Engine:
 
     def state(self) -> object:
         """What changes when the model's weights are changed in place, or its size of images is."""
-        changes = sum(0 if p.is_inference() else p._version for p in self.parameters)
+        changes = sum([p._version for p in self.counted])
         return changes, self.model.config.image_size, getattr(self.model, "shown", None)
 
     # ---- making it faster
@@ -141,13 +141,12 @@ class Engine:
         """Make batches of this size faster, if this machine can; takes seconds to minutes. Whether it did."""
         try:
             found = self.make(batch, thorough=thorough)
-        except torch.OutOfMemoryError:
-            self.too_large = min(self.too_large, batch)
-            torch.cuda.empty_cache()
-            log.warning("batches of %d run eagerly: compiled, they do not fit in the GPU's memory", batch)
-            return False
         except Exception as error:  # compilers and exporters raise anything; the plain path needs none of them
-            if not self.stop.is_set():  # else the model may have left the device already
+            if ran_out(error):
+                self.too_large = min(self.too_large, batch)
+                torch.cuda.empty_cache()
+                log.warning("batches of %d run eagerly: compiled, they do not fit in the GPU's memory", batch)
+            elif not self.stop.is_set():  # else the model may have left the device already
                 log.warning("the model runs eagerly: it cannot be compiled here (%s)", brief(error))
             return False
         if found is None:
@@ -275,6 +274,11 @@ class Engine:
         if not self.warming.is_alive():
             self.warming = None
             self.stop.clear()
+
+
+def ran_out(error: BaseException | None) -> bool:
+    """Whether this, or an error that led to it, is of memory: one within a recording ends it with another one."""
+    return error is not None and (out_of_memory(error) or ran_out(error.__cause__ or error.__context__))
 
 
 def divide(images: int, ready: Iterable[int]) -> list[tuple[int, int]]:
