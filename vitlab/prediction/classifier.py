@@ -161,8 +161,8 @@ class Classifier:
         self.thresholds = None if limits is None else torch.tensor(limits)
         self.temperature = loaded.card.temperature
         self.unknown = pick_unknown(loaded.card.unknown, refuse, self.device)
-        how = {"preprocess": self.preprocess, "tail": self.classify, "scales": scales}
-        self.engine = Engine(self.model, "features", self.device, **how)
+        place, before = self.device, self.preprocess
+        self.engine = Engine(self.model, "features", place, preprocess=before, tail=self.classify, scales=scales)
 
     def predict(self, image: object, top: int | None = None) -> Prediction:
         """The `top` most probable classes of one image, or all where there are fewer.
