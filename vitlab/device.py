@@ -87,6 +87,20 @@ def synchronize(device: torch.device) -> None:
 
 
 @contextmanager
+def own_workspaces() -> Iterator[None]:
+    """While a CUDA graph is recorded: let it allocate the workspaces of its matrix products itself, as its own memory.
+
+    One from before belongs to the process, and torch may free it (it does when it records other graphs), after which a
+    replay would write into the memory of others. One of the graph must not serve what runs outside of it.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextmanager
 def sound_kernels(device: torch.device, *tokens: int) -> Iterator[None]:
     """Without two kernels of cuDNN: its attention where the gradient is wrong, and convolutions that do not repeat.
 

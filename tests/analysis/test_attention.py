@@ -1,6 +1,7 @@
 """Attention weights against the blocks' outputs and against a plain computation in float64."""
 
 import copy
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -247,6 +248,25 @@ def test_compiled_models(name: str, how: Callable[[Any], Any], randomize: Fill) 
             torch.testing.assert_close(compiled(images), logits)
         for got, one in zip(vitlab.attention(compiled, images), expected, strict=True):
             torch.testing.assert_close(got, one)
+
+
+def test_another_thread_may_run_the_model_meanwhile(randomize: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And compile: a stance would be the process's."""
+    model, images = prepare("plain", randomize)
+    expected, eager = vitlab.attention(model, images), model.forward
+
+    def interrupted(x: Tensor) -> Tensor:
+        y = eager(x)
+        if threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=eager, args=(torch.zeros_like(x),))  # passes the same hooks
+            other.start()
+            other.join()
+        return y
+
+    monkeypatch.setattr(model, "forward", interrupted)
+    monkeypatch.setattr(torch.compiler, "set_stance", None)
+    for got, one in zip(vitlab.attention(model, images), expected, strict=True):
+        assert torch.equal(got, one)
 
 
 @pytest.mark.parametrize("name", ["plain", "relative", "axial"])

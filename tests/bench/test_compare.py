@@ -1,5 +1,6 @@
 """Models side by side: who takes turns, what is measured, and how it is shown."""
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -13,9 +14,11 @@ from timing import measure_until
 
 from vitlab.bench.cases import AXES, Case, grow, pick, plan, usual_batch
 from vitlab.bench.clock import LARGE, Contestant, Row, calls_within, race
-from vitlab.bench.compare import Outcome, Terms, count_parts, make_terms, measure_case
+from vitlab.bench.compare import Outcome, Terms, count_parts, engine_call, make_terms, measure_case
 from vitlab.bench.output import case_table, growth_table, number, outcome_json, panel
+from vitlab.bench.peers import NotThere
 from vitlab.errors import UserError
+from vitlab.inference.engine import Engine
 from vitlab.models.names import configure
 from vitlab.plots.speed import Bars, Lines, speed_figure
 
@@ -165,6 +168,26 @@ def test_a_case_on_a_gpu(what: str) -> None:
             # the weights in float32 with their gradients and two moments, or in bf16
             assert row.memory > 5.5e6 * (16 if what == "train" else 2)
             assert 0 < row.share < 1
+
+
+def test_the_engine_is_named_by_what_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where it chooses; on a GPU a model that was not compiled is no engine."""
+    compiled = dataclasses.replace(SMALL, mode="compiled")
+    monkeypatch.setattr(Engine, "prepare", lambda self, batch: False)
+    call = engine_call(compiled, TERMS)
+    assert call().shape == (2, 1000)
+    assert call.how == "eager"
+    call.engine.use(2, "ONNX Runtime", call.engine.plain)
+    row = Row("vitlab engine", "1", (100.0,), None, (0.1,), call.how)
+    outcome = Outcome(compiled, (row,), 1e12, ())
+    assert cells(case_table(outcome))[0] == ["vitlab engine (ONNX Runtime)"]
+    assert outcome_json(outcome, None)["rows"][0]["how"] == "ONNX Runtime"
+    monkeypatch.setattr("vitlab.bench.compare.build", lambda config: call.engine.model)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_: self)
+    monkeypatch.setattr("vitlab.inference.engine.has_bf16", lambda device: True)
+    on_gpu = dataclasses.replace(TERMS, device=torch.device("cuda"), dtype=torch.bfloat16)
+    with pytest.raises(NotThere, match="could not be compiled"):
+        engine_call(compiled, on_gpu)
 
 
 # ---- tables, figures, numbers

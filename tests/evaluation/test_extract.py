@@ -24,7 +24,7 @@ from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
 from vitlab.evaluation.extract import Features, extract
 from vitlab.evaluation.stretched import Stretched
-from vitlab.inference.engine import PAYS
+from vitlab.inference.payback import PAYS
 from vitlab.models.card import Card
 from vitlab.models.config import Preprocess
 from vitlab.models.variants import Model

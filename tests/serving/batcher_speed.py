@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -15,15 +16,20 @@ from torch import Tensor
 
 import vitlab
 from vitlab.prediction import Classifier
+from vitlab.prediction.classifier import Scores
 from vitlab.serving.batcher import Batcher, QueueFull
 
 PICTURES = 64
 
 
-def compare(classifier: Classifier, seconds: float, max_batch: int = 64) -> tuple[float, float]:
+def compare(classifier: Classifier, seconds: float, max_batch: int = 256) -> tuple[float, float]:
     """Images a second (one by one, batched), both from bytes on the CPU to probabilities on the CPU."""
-    shape = (PICTURES, 3, *classifier.model.config.image_size)
+    shape = (PICTURES, *classifier.model.config.image_size, 3)
     pictures = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pictures = pictures.permute(0, 3, 1, 2)  # as decoders give them
+    if classifier.device.type == "cuda":
+        for size in (1, max_batch):
+            classifier.engine.prepare(size)
     for size in (1, max_batch):  # what a device sets up for a shape it has not seen
         for _ in range(3):
             classifier.probabilities(pictures[:1].repeat(size, 1, 1, 1))
@@ -33,7 +39,7 @@ def compare(classifier: Classifier, seconds: float, max_batch: int = 64) -> tupl
 def alone(classifier: Classifier, pictures: Tensor, seconds: float) -> float:
     start, done = time.perf_counter(), 0
     while (spent := time.perf_counter() - start) < seconds:
-        classifier.probabilities(pictures[done % PICTURES][None])
+        classifier.start([pictures[done % PICTURES]])()
         done += 1
     return done / spent
 
@@ -46,13 +52,17 @@ def batched(classifier: Classifier, pictures: Tensor, seconds: float, max_batch:
         sizes.append(size)
         ends.append(time.perf_counter())
 
-    batcher: Batcher[Tensor, Tensor] = Batcher(
-        lambda items: list(classifier.probabilities(torch.stack(list(items)))),
+    def run(items: Sequence[Tensor]) -> Callable[[], list[Scores]]:
+        scores = classifier.start(items)
+        return lambda: scores().each()
+
+    batcher: Batcher[Tensor, Scores] = Batcher(
+        run,
         max_batch=max_batch,
         queue=4 * max_batch,
         on_batch=record,
     )
-    waiting: deque[Future[Tensor]] = deque()
+    waiting: deque[Future[Scores]] = deque()
     asked = 0
     while ends[-1] - ends[0] < seconds:
         try:

@@ -64,6 +64,25 @@ def form(*pictures: bytes) -> list[tuple[str, tuple[str, bytes]]]:
 # ---- answers
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_answers_as_a_cpu_does_while_it_compiles_and_afterwards(run: Path) -> None:
+    service = Service(Classifier(run, "cuda"), ServiceSettings(name="small", processes=1, max_batch=16))
+    images = [photo(seed) for seed in range(12)]
+    with TestClient(create_app(service)) as http:
+        engine = service.classifier.engine
+        for _ in range(2):
+            found = http.post("/v1/predict?top_k=7", files=form(*map(encoded, images))).json()["images"]
+            for one, image in zip(found, images, strict=True):
+                truth = expected(run, image)
+                assert all(abs(c["probability"] - truth[c["index"]]) < 0.05 for c in one["classes"])
+            assert http.post("/v1/explain", files=form(encoded(images[0]))).status_code == 200
+            if engine.warming is not None:
+                engine.warming.join()
+        assert sorted(engine.fast) == [1, 2, 4, 8, 16]
+    assert engine.warming is None
+
+
 def test_many_images_are_answered_in_their_order(http: TestClient, run: Path) -> None:
     images = [photo(seed) for seed in range(5)]
     answer = http.post("/v1/predict?top_k=7", files=form(*map(encoded, images)))
@@ -331,7 +350,7 @@ def test_a_full_queue_is_reported_and_recovers(run: Path) -> None:
 def test_a_failing_model_fails_its_batch_alone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with client(run) as (http, service):
         with monkeypatch.context() as broken:
-            broken.setattr(service.classifier, "scores", lambda pixels: 1 / 0)
+            broken.setattr(service.classifier, "to_scores", lambda *_: 1 / 0)
             refused(http.post("/v1/predict", files=form(PNG)), 500, "the model failed on this batch")
             refused(http.post("/v1/explain", files=form(PNG)), 500, "the model failed on this batch")
         assert http.post("/v1/predict", files=form(PNG)).status_code == 200

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
@@ -186,6 +186,89 @@ def test_on_batch_gets_size_and_seconds() -> None:
     assert batcher.close(5)
     assert [size for size, _ in seen] == [1]
     assert 0 <= seen[0][1] < 60
+
+
+# ---- batches that are collected later
+
+
+class Device:
+    """Starts batches at once, and has the answers to each when the test lets it."""
+
+    def __init__(self) -> None:
+        self.started: list[list[int]] = []
+        self.ready = threading.Semaphore(0)
+        self.changed = threading.Condition()
+
+    def __call__(self, items: Sequence[int]) -> Callable[[], list[int]]:
+        with self.changed:
+            self.started.append(list(items))
+            self.changed.notify_all()
+
+        def collect() -> list[int]:
+            assert self.ready.acquire(timeout=60)
+            if 13 in items:
+                raise ArithmeticError("unlucky")
+            return [2 * item for item in items]
+
+        return collect
+
+    def wait_for(self, batches: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.started) >= batches, 60)
+
+
+def test_the_next_batch_starts_before_the_first_is_answered_and_a_third_waits() -> None:
+    device = Device()
+    batcher = Batcher(device, max_batch=2)
+    with batcher.reserve(4) as places:  # so that these are two full batches
+        futures = places.submit([0, 1, 2, 3])
+    device.wait_for(2)
+    futures += [batcher.submit(n) for n in (4, 5)]
+    time.sleep(0.02)
+    assert len(device.started) == 2
+    assert not any(future.done() for future in futures)
+    device.ready.release(6)
+    assert [future.result(60) for future in futures] == [0, 2, 4, 6, 8, 10]
+    assert batcher.close(10)
+    assert not batcher.worker.is_alive()
+    assert not batcher.collector.is_alive()
+
+
+def test_a_call_waits_until_nothing_is_under_way() -> None:
+    device, order = Device(), list[str]()
+    batcher = Batcher(device, max_batch=1)
+    first = batcher.submit(1)
+    first.add_done_callback(lambda _: order.append("answer"))
+    device.wait_for(1)
+    called = batcher.call(lambda: order.append("call"))
+    time.sleep(0.02)
+    assert order == []
+    device.ready.release()
+    called.result(60)
+    assert order == ["answer", "call"]
+    assert batcher.close(10)
+
+
+def test_an_exception_while_collecting_is_the_answer_of_its_batch_alone() -> None:
+    device = Device()
+    batcher = Batcher(device, max_batch=1)
+    futures = [batcher.submit(n) for n in (13, 14)]
+    device.ready.release(2)
+    with pytest.raises(ArithmeticError, match="unlucky"):
+        futures[0].result(60)
+    assert futures[1].result(60) == 28
+    assert batcher.is_open
+    assert batcher.close(10)
+
+
+def test_closing_in_time_means_that_all_is_collected() -> None:
+    device = Device()
+    batcher = Batcher(device)
+    late = batcher.submit(3)
+    device.wait_for(1)
+    assert not batcher.close(0.02)
+    device.ready.release()
+    assert late.result(60) == 6
 
 
 @pytest.mark.parametrize("settings", [{"max_batch": 0}, {"queue": 0}, {"max_wait": -1}])

@@ -1,7 +1,8 @@
 """The attention weights of every layer and head, whatever kernel the model runs on."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from vitlab.models.resnet import ResNet
 from vitlab.models.rotary import Rotary
 from vitlab.models.variants import Model
 from vitlab.models.vit import Attention, ViT, attention_weights
+
+Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]
 
 
 def attention(model: Model, images: Tensor) -> list[Tensor]:
@@ -63,13 +66,32 @@ def check_vit(model: nn.Module) -> ViT:
 def record_inputs(model: ViT, layers: list[Attention], images: Tensor) -> list[Tensor]:
     """Run the model in eval mode and return each layer's input; hooks and modes are restored."""
     inputs: dict[nn.Module, Tensor] = {}
-    with ExitStack() as undo, torch.compiler.set_stance("force_eager"):  # a compiled part would bypass the hooks
+    # a compiled part would bypass the hooks; the stance is the process's, so others that compile would lose by it
+    eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
+    with ExitStack() as undo, eager:
         for module in model.modules():
             undo.callback(setattr, module, "training", module.training)
         for layer in layers:
-            undo.enter_context(layer.register_forward_hook(lambda layer, args, _: inputs.update({layer: args[0]})))
+            hook = on_this_thread(lambda layer, args, _: inputs.update({layer: args[0]}))
+            undo.enter_context(layer.register_forward_hook(hook))
         model.eval()(images)
     return [inputs[layer] for layer in layers]
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch has compiled the model or a part of it, in place."""
+    return any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in model.modules())
+
+
+def on_this_thread(hook: Hook) -> Hook:
+    """The hook, for passes of the calling thread alone: others may run the same model meanwhile."""
+    own = threading.get_ident()
+
+    def called(layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        if threading.get_ident() == own:
+            hook(layer, args, out)
+
+    return called
 
 
 @torch.no_grad()

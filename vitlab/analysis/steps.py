@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitlab.analysis.attention import check_vit, each_attention
+from vitlab.analysis.attention import check_vit, each_attention, on_this_thread
 from vitlab.analysis.rollout import rollout, to_grid, to_prefix
 from vitlab.errors import UserError
 from vitlab.models.config import Size, ViTConfig
@@ -32,7 +32,8 @@ def five_steps(model: ViT, image: Tensor) -> Steps:
     outputs: dict[nn.Module, Tensor] = {}
     with ExitStack() as hooks:
         for part in parts:
-            hooks.enter_context(part.register_forward_hook(lambda part, _, out: outputs.update({part: out})))
+            hook = on_this_thread(lambda part, _, out: outputs.update({part: out}))
+            hooks.enter_context(part.register_forward_hook(hook))
         maps = each_attention(model, image[None])  # one pass computes everything
     grids: list[Tensor] = []  # (1, H, h, w) of each layer
     shares: list[Tensor] = []  # (1, H, P)

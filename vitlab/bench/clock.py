@@ -24,6 +24,7 @@ class Contestant:
     version: str
     call: Callable[[], object]
     memory: int | None  # bytes of the device at its peak, on a GPU
+    how: str = ""  # what runs it, where that is chosen on this machine
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Row:
     rates: tuple[float, ...]
     memory: int | None
     shares: tuple[float, ...]  # of the operations per second of large matrix products in the same round
+    how: str = ""
 
     @property
     def median(self) -> float:

@@ -158,14 +158,30 @@ def infer_call(model: nn.Module, case: Case, terms: Terms) -> Call:
     return call
 
 
-def engine_call(case: Case, terms: Terms) -> Call:
-    """What predictions and evaluation run on, prepared for the batch."""
+@dataclass(frozen=True)
+class EngineCall:
+    """What predictions and evaluation run on, with a batch of images."""
+
+    engine: Engine
+    images: Tensor
+
+    def __call__(self) -> Tensor:
+        return self.engine(self.images)
+
+    @property
+    def how(self) -> str:
+        """What runs the model."""
+        return ", ".join(self.engine.names.values()) or "eager"
+
+
+def engine_call(case: Case, terms: Terms) -> EngineCall:
+    """The engine, prepared for the batch; on a CPU that may be the model as it is."""
     engine = Engine(build(case.config).to(terms.device).eval(), "logits", terms.device)
     if engine.half != (terms.dtype == torch.bfloat16):
         raise NotThere(f"computes in {'bfloat16' if engine.half else 'float32'} on this device")
-    engine.prepare(case.batch)
-    images = random_images(case, terms)
-    return lambda: engine(images)
+    if not engine.prepare(case.batch) and terms.device.type == "cuda":
+        raise NotThere("could not be compiled, and would be measured as the plain model")
+    return EngineCall(engine, random_images(case, terms))
 
 
 def loop_call(case: Case, terms: Terms, stack: ExitStack, *, cuda_graph: bool) -> Call:
@@ -241,7 +257,8 @@ def measure_case(case: Case, terms: Terms, advance: Callable[[int], None]) -> Ou
 def prepare(name: str, make: Make, stack: ExitStack, device: torch.device) -> Contestant:
     before = allocated(device)
     call = make(stack)
-    return Contestant(name, version_of(name.partition(" ")[0]), call, warm_up(call, device, before))
+    how = call.how if isinstance(call, EngineCall) else ""
+    return Contestant(name, version_of(name.partition(" ")[0]), call, warm_up(call, device, before), how)
 
 
 def count_parts(case: Case, terms: Terms) -> int:
@@ -253,7 +270,7 @@ def make_row(contestant: Contestant, calls: list[float], products: list[float], 
     flops = cost.train_flops if case.what == "train" else cost.forward_flops
     rates = tuple(case.batch * rate for rate in calls)
     shares = tuple(rate * flops / product for rate, product in zip(rates, products, strict=True))
-    return Row(contestant.name, contestant.version, rates, contestant.memory, shares)
+    return Row(contestant.name, contestant.version, rates, contestant.memory, shares, contestant.how)
 
 
 @contextmanager

@@ -32,7 +32,8 @@ def case_table(outcome: Outcome) -> Table:
         ]
         cells += [f"{row.memory / 1e9:.1f}" if row.memory else ""] if "GB" in headings else []
         cells += [] if best is None else [f"{row.ratio(best):.2f}"]
-        table.add_row(f"{row.name} {row.version}" if " " not in row.name else row.name, *cells)
+        name = f"{row.name} {row.version}" if " " not in row.name else row.name
+        table.add_row(f"{name} ({row.how})" if row.how else name, *cells)
     return table
 
 
@@ -91,6 +92,7 @@ def row_json(row: Row, best: Row | None) -> dict[str, Any]:
     return {
         "name": row.name,
         "version": row.version,
+        **({"how": row.how} if row.how else {}),
         "images_per_second": row.median,
         "rounds": list(row.rates),
         "matmul_share": row.share,

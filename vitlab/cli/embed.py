@@ -6,7 +6,16 @@ from typing import Annotated
 from typer import Argument
 
 from vitlab.cli.app import console, verb
-from vitlab.cli.options import Batch, Device, RunOrGuest, Workers, print_guest
+from vitlab.cli.options import (
+    Batch,
+    Calibrate,
+    Device,
+    Precision,
+    RunOrGuest,
+    Workers,
+    pick_scales,
+    print_guest,
+)
 from vitlab.signals import stoppable
 
 
@@ -23,6 +32,8 @@ def embed(
     batch: Batch = None,
     workers: Workers = None,
     device: Device = "auto",
+    precision: Precision = "auto",
+    calibrate: Calibrate = None,
 ) -> None:
     """Write the model's features of every image to a parquet file, with paths, splits and labels.
 
@@ -35,6 +46,7 @@ def embed(
 
         model = open_measured(run) if is_guest(run) else run
         print_guest(model)
-        done = embed(model, data, out, batch=batch, workers=workers, device=device)
+        scales = pick_scales(precision, calibrate, run, device)
+        done = embed(model, data, out, batch=batch, workers=workers, device=device, scales=scales)
     left_out = f"; {len(done.broken)} could not be read" if done.broken else ""
     console.print(f"{done.images:,} images, {done.width} features each: {done.path}{left_out}", soft_wrap=True)

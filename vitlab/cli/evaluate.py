@@ -10,14 +10,17 @@ from vitlab.cli.app import console, verb
 from vitlab.cli.options import (
     Batch,
     ByPosition,
+    Calibrate,
     Data,
     Device,
     JsonFile,
+    Precision,
     RunOrGuest,
     Workers,
     check_json_file,
     describe_stop,
     numbers,
+    pick_scales,
     print_guest,
     print_pairs,
 )
@@ -70,6 +73,8 @@ def evaluate(
     batch: Batch = None,
     workers: Workers = None,
     device: Device = "auto",
+    precision: Precision = "auto",
+    calibrate: Calibrate = None,
 ) -> None:
     """Test a model: top-1 and top-5 accuracy, accuracy by class, confused classes, and calibration.
 
@@ -101,7 +106,8 @@ def evaluate(
     console.print(f"{len(source):,} images of {data}, {split}: {note}", soft_wrap=True)
     if trained and split in ("train", "all"):
         console.remark("note", "the model was trained on most of these images")
-    how: dict[str, Any] = {"batch": batch, "workers": workers, "device": device, "keep": keep}
+    scales = pick_scales(precision, calibrate, run, device, model)
+    how: dict[str, Any] = {"batch": batch, "workers": workers, "device": device, "keep": keep, "scales": scales}
     result: Evaluation | MultiEvaluation
     about: dict[str, Any] = {"model": run, "data": data, "split": split, "note": note}
     about |= {"guest": model.title} if isinstance(model, Guest) else {}

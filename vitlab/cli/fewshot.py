@@ -33,6 +33,8 @@ def fewshot(
     batch: options.Batch = None,
     workers: options.Workers = None,
     device: options.Device = "auto",
+    precision: options.Precision = "auto",
+    calibrate: options.Calibrate = None,
 ) -> None:
     """Score a linear classifier that learns from a few labeled images per class, on the model's frozen features.
 
@@ -49,6 +51,7 @@ def fewshot(
     classes = features.data.classes
     notes = check_shots(features.data.train.labels, features.data.test.labels, counts, classes)
     options.print_guest(features.model)
+    features.options["scales"] = options.pick_scales(precision, calibrate, run, device, features.model)
     console.print(features.describe(), soft_wrap=True)
     with stoppable(options.describe_stop(features.keep)):
         train, test = features.extract(features.data.train, "train"), features.extract(features.data.test, "test")

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from rich.table import Column, Table
 from typer import Argument, Option
@@ -12,6 +12,10 @@ from typer import Argument, Option
 from vitlab.cli.app import console
 from vitlab.errors import UserError
 from vitlab.files import write_text
+
+if TYPE_CHECKING:
+    from vitlab.inference.scales import Scales
+    from vitlab.models.guest import Measured
 
 T = TypeVar("T")
 UNITS = {"k": 1e3, "M": 1e6, "G": 1e9}
@@ -53,7 +57,30 @@ REFUSE = 'Share of images of the model\'s own classes that may become "none of t
 Refuse = Annotated[
     float | None, Option("--refuse", min=0, max=0.99, help=REFUSE + " By default the model's.", show_default=False)
 ]
+PRECISION = (
+    "auto: bf16 on GPUs that have it; fp8: dense layers in 8 bits, checked on images (--calibrate), on newer ones."
+)
+Precision = Annotated[str, Option("--precision", metavar="PRECISION", help=PRECISION)]
+CALIBRATE = "Images like those the model will see, for the scales of fp8, which are kept in the run's folder."
+Calibrate = Annotated[str | None, Option("--calibrate", metavar="IMAGES", help=CALIBRATE, show_default=False)]
 Device = Annotated[str, Option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 or mps.")]
+
+
+def pick_scales(
+    precision: str, calibrate: str | None, run: str, device: str, model: "Measured | None" = None
+) -> "Scales | None":
+    """The scales of a run for `--precision fp8`, which may be made here; None for any other precision."""
+    if precision not in ("auto", "fp8"):
+        raise UserError(f"--precision must be auto or fp8, not '{precision}'")
+    if precision == "auto":
+        if calibrate is not None:
+            raise UserError("--calibrate goes with --precision fp8")
+        return None
+    from vitlab.device import pick_device
+    from vitlab.export.scales_file import find_scales
+    from vitlab.weights.guests import open_measured
+
+    return find_scales(run, open_measured(run) if model is None else model, calibrate, pick_device(device))
 
 
 def parse_list(text: str, option: str, parse: Callable[[str, str], T]) -> list[T]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from typer import Argument, Exit, Option
 
 from vitlab.cli.app import verb
-from vitlab.cli.options import Batch, Device, Refuse, Workers
+from vitlab.cli.options import Batch, Calibrate, Device, Precision, Refuse, Workers, pick_scales
 from vitlab.errors import UserError
 from vitlab.terminal import Terminal, printable
 
@@ -39,6 +39,8 @@ def predict(
     device: Device = "auto",
     batch: Batch = None,
     workers: Workers = None,
+    precision: Precision = "auto",
+    calibrate: Calibrate = None,
 ) -> None:
     """Classify images: the most likely classes of every file, in the order of the files.
 
@@ -66,7 +68,14 @@ def predict(
     if run is None:
         terminal.remark("note", box.describe())
         look = unasked_folder(paths) if look is None and kind == "table" and out is None else look
-    how: dict[str, Any] = {"device": device, "batch": batch, "workers": workers, "allow_url": allow_url}
+    scales = pick_scales(precision, calibrate, run or box.NAME, device)
+    how: dict[str, Any] = {
+        "scales": scales,
+        "device": device,
+        "batch": batch,
+        "workers": workers,
+        "allow_url": allow_url,
+    }
     summary = predict_files(run or box.NAME, paths, kind=kind, top=top_k, out=out, refuse=refuse, look=look, **how)
     if summary.looked:
         one = len(summary.looked) == 1

@@ -36,6 +36,8 @@ def probe(
     batch: options.Batch = None,
     workers: options.Workers = None,
     device: options.Device = "auto",
+    precision: options.Precision = "auto",
+    calibrate: options.Calibrate = None,
 ) -> None:
     """Score the model's frozen features: a linear probe, and k nearest neighbors.
 
@@ -59,6 +61,7 @@ def probe(
     torch_device = pick_device(device)
     torch_device = pick_device("cpu") if torch_device.type == "mps" else torch_device  # MPS has no float64
     options.print_guest(features.model)
+    features.options["scales"] = options.pick_scales(precision, calibrate, run, device, features.model)
     console.print(features.describe(), soft_wrap=True)
     with stoppable(options.describe_stop(features.keep)):
         train, test = features.extract(d.train, "train"), features.extract(d.test, "test")

@@ -9,12 +9,13 @@ from rich.markup import escape
 from typer import Argument, Option
 
 from vitlab.cli.app import console, verb
-from vitlab.cli.options import RUN, Device, Refuse, parse_size
+from vitlab.cli.options import RUN, Calibrate, Device, Precision, Refuse, parse_size, pick_scales
 from vitlab.errors import UserError
 from vitlab.terminal import printable
 from vitlab.text import listed
 
 if TYPE_CHECKING:
+    from vitlab.inference.scales import Scales
     from vitlab.serving.service import ServiceSettings
 
 
@@ -37,9 +38,11 @@ def serve(
         ),
     ] = None,
     host_name: Annotated[list[str] | None, Option(help="A name that clients use for this machine; repeatable.")] = None,
-    max_batch: Annotated[int | None, Option(min=1, help="Images per batch; 64, on a CPU 16.")] = None,
+    max_batch: Annotated[int | None, Option(min=1, help="Images per batch; 256, on a CPU 16.")] = None,
     max_wait_ms: Annotated[float, Option(min=0, help="How long a batch waits for more images.")] = 5,
-    queue: Annotated[int, Option(min=1, help="Images that may wait; more get 503 and Retry-After.")] = 256,
+    queue: Annotated[
+        int | None, Option(min=1, help="Images that may wait; more get 503 and Retry-After. 1024, on a CPU 256.")
+    ] = None,
     max_bytes: Annotated[str, Option(help="Largest request.")] = "20MB",
     max_pixels: Annotated[str, Option(help="Largest image.")] = "50M",
     max_images: Annotated[int, Option(min=1, help="Images per request.")] = 16,
@@ -54,6 +57,8 @@ def serve(
     samples: Annotated[bool, Option("--samples/--no-samples", help="Offer the run's held-out photos to try.")] = True,
     refuse: Refuse = None,
     device: Device = "auto",
+    precision: Precision = "auto",
+    calibrate: Calibrate = None,
 ) -> None:
     """Serve a model as a web page and an API: drop an image, see its classes and where the model looks.
 
@@ -98,7 +103,8 @@ def serve(
         report=read_report(folder, has_token=token is not None),
         corrections=corrections and corrections.expanduser(),
     )
-    run_server(run, device, host, port, settings, host_name or [], refuse)
+    scales = pick_scales(precision, calibrate, run, device)
+    run_server(run, device, host, port, settings, host_name or [], refuse, scales)
 
 
 def parse_formats(text: str) -> tuple[str, ...]:
@@ -120,6 +126,7 @@ def run_server(
     settings: "ServiceSettings",
     names: list[str],
     refuse: float | None = None,
+    scales: "Scales | None" = None,
 ) -> None:
     """Load the model, listen, and print the address; returns when the server has been stopped."""
     from vitlab.prediction import Classifier
@@ -132,7 +139,7 @@ def run_server(
     address = sock.getsockname()[0]
     hosts = AllowedHosts(address, [host, *names])
     with console.status(f"loading {escape(printable(run))}"):
-        service = Service(Classifier(run, device, refuse=refuse), settings)
+        service = Service(Classifier(run, device, refuse=refuse, scales=scales), settings)
 
     def started() -> None:
         console.print(f"{settings.name} on {service.classifier.device}: {server.server_url(sock)}")

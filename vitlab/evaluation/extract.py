@@ -6,7 +6,7 @@ Shapes: n images, D the width of the features, or the number of classes, b image
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict
@@ -24,7 +24,9 @@ from vitlab.errors import UserError
 from vitlab.evaluation.corrupted import Corrupted, Corrupting
 from vitlab.evaluation.piece_cache import PieceCache, Values, What, model_key
 from vitlab.evaluation.stretched import Stretched
-from vitlab.inference.engine import Engine, Payback
+from vitlab.inference.engine import Engine
+from vitlab.inference.payback import Payback
+from vitlab.inference.scales import Scales
 from vitlab.models.config import LARGEST_SIDE, Preprocess, ResNetConfig
 from vitlab.models.guest import Measured
 from vitlab.terminal import progress
@@ -47,6 +49,7 @@ class ExtractOptions(TypedDict, total=False):
     resize: int | None
     corruption: Corrupting | None
     broken_limit: float
+    scales: Scales | None
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,14 @@ def extract(
     resize: int | None = None,
     corruption: Corrupting | None = None,
     broken_limit: float = BROKEN_LIMIT,
+    scales: Scales | None = None,
     keep: Path | None = None,
     title: str = "features",
 ) -> Features:
     """Compute the features of every image, see `extract_values`; the source must have one label for each."""
     labels = source.labels
     options: ExtractOptions = {"batch": batch, "workers": workers, "device": device}
-    options |= {"resize": resize, "corruption": corruption, "broken_limit": broken_limit}
+    options |= {"resize": resize, "corruption": corruption, "broken_limit": broken_limit, "scales": scales}
     found = extract_values(model, source, what=what, keep=keep, title=title, **options)
     return Features(found.values, labels[found.index], found.index)
 
@@ -100,6 +104,7 @@ def extract_values(
     resize: int | None = None,
     corruption: Corrupting | None = None,
     broken_limit: float = BROKEN_LIMIT,
+    scales: Scales | None = None,
     keep: Path | None = None,
     title: str = "features",
 ) -> Extracted:
@@ -114,8 +119,8 @@ def extract_values(
 
     The model's own preprocessing and image size are used; with `resize`, its normalization alone: images are stretched
     to a square of that side, and the model's size is cropped from its center, as in the authors' evaluator. With
-    `corruption`, images are corrupted after they have been framed. A GPU that
-    has bf16 computes in it, others and CPUs in the weights' own precision. The model is put in eval mode and on the
+    `corruption`, images are corrupted after they have been framed. A GPU that has bf16 computes in it, others and CPUs
+    in the weights' own precision; with `scales` dense layers are in 8 bits. The model is put in eval mode and on the
     device meanwhile, and restored afterwards. A value that is not finite and a batch too large for the device are
     UserErrors.
     """
@@ -127,7 +132,7 @@ def extract_values(
     n, length = len(source), size * max(1, most // size)  # full batches, so that every piece is cut the same way
     spans = [range(start, min(start + length, n)) for start in range(0, n, length)]
     half = has_bf16(target) and next(model.parameters()).dtype == torch.float32
-    cache = None if keep is None else PieceCache(keep, model_key(model, what, half, resize, corruption), source)
+    cache = None if keep is None else PieceCache(keep, model_key(model, what, half, resize, corruption, scales), source)
     values = np.full((n, value_width(model, what)), np.nan, np.float32)  # those of broken images stay so
     with progress(title, n) as advance:
         missing = [span for span in spans if cache is None or not read_piece(cache, span, values, advance)]
@@ -136,16 +141,17 @@ def extract_values(
             log.debug("%s: %d of %d images are in %s already", title, n - left, n, keep)
         if missing:
             with eval_mode(model, target):
-                run = BatchRunner(model, what, target, size, left)
+                run = BatchRunner(Engine(model, what, target, scales=scales), size, left)
                 number = pick_workers(target) if workers is None else workers
                 batches = compute_batches(run, model, framed, missing, size, number)
-                for span in missing:
-                    for start in range(span.start, span.stop, size):
-                        place, rows = next(batches)
-                        values[start + place] = rows
-                        advance(min(size, span.stop - start))
-                    if cache is not None:
-                        cache.write(span, values)
+                with closing(run.engine):
+                    for span in missing:
+                        for start in range(span.start, span.stop, size):
+                            place, rows = next(batches)
+                            values[start + place] = rows
+                            advance(min(size, span.stop - start))
+                        if cache is not None:
+                            cache.write(span, values)
     return leave_out_broken(values, source, broken_limit)
 
 
@@ -242,10 +248,8 @@ def eval_mode(model: Measured, device: torch.device) -> Iterator[None]:
 class BatchRunner:
     """Compute values (b, D) of normalized images (b, 3, h, w), of which so many are left in batches of one size."""
 
-    def __init__(self, model: Measured, what: What, device: torch.device, batch: int, images: int) -> None:
-        self.what: What = what
-        self.engine = Engine(model, what, device)
-        self.payback = Payback(self.engine, batch, images)
+    def __init__(self, engine: Engine, batch: int, images: int) -> None:
+        self.engine, self.payback = engine, Payback(engine, batch, images)
 
     def __call__(self, images: Tensor) -> Values:
         began = time.monotonic()
@@ -267,7 +271,7 @@ def compute_batches(
     for start, loaded in zip(range(0, len(part), batch), loader.batches(empty=True), strict=True):
         place = loaded.index.cpu().numpy() - start
         if not len(place):
-            yield place, np.empty((0, value_width(model, run.what)), np.float32)
+            yield place, np.empty((0, value_width(model, run.engine.what)), np.float32)
             continue
         values = run(loaded.images)
         bad = ~np.isfinite(values).all(1)

@@ -10,12 +10,10 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
@@ -25,9 +23,11 @@ from vitlab.data.source import ImageSource
 from vitlab.errors import UserError
 from vitlab.evaluation.corrupted import Corrupting
 from vitlab.files import atomic_file
+from vitlab.inference.scales import Scales
 from vitlab.models.guest import Measured
 from vitlab.settings import to_json
 from vitlab.text import brief
+from vitlab.weights.digest import digest_model
 
 What = Literal["features", "logits"]
 Values = NDArray[np.float32]
@@ -38,13 +38,20 @@ SUFFIX = ".safetensors"
 
 
 def model_key(
-    model: Measured, what: What, half: bool, resize: int | None = None, corruption: Corrupting | None = None
+    model: Measured,
+    what: What,
+    half: bool,
+    resize: int | None = None,
+    corruption: Corrupting | None = None,
+    scales: Scales | None = None,
 ) -> str:
     """Hash everything about a model that its values depend on: weights, settings, preprocessing and precision.
 
     Features do not depend on the head, so a model with another one has the same.
     """
-    about: list[object] = [what, "bf16" if half else "full", *([] if resize is None else [resize])]
+    precision = "bf16" if half else "full"
+    about: list[object] = [what, precision if scales is None else scales.digest]
+    about += [] if resize is None else [resize]
     about += [] if corruption is None else [to_json(corruption)]
     if what == "features":
         return hashlib.sha256(json.dumps([feature_key(model), *about]).encode()).hexdigest()[:12]
@@ -57,15 +64,6 @@ def feature_key(model: Measured) -> str:
     config = {key: value for key, value in to_json(model.config).items() if key != "classes"}
     body = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")}
     return digest_model([config, to_json(model.card.preprocess)], body)
-
-
-def digest_model(about: list[object], tensors: Mapping[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        plain = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
-        digest.update(plain.view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 class PieceCache:

@@ -2,152 +2,302 @@
 
 The model itself is the plain path: it runs until something faster is ready, and wherever nothing is. What is faster,
 and how it is made, is of `graphs.py` on a GPU and of `processor.py` on a CPU. Each is compared with the plain path
-before it is used; if it differs, or cannot be made, the plain path stays.
+before it is used; if it differs, or cannot be made, the plain path stays. So it does once the model has changed.
 
 Shapes: b images, h and w the model's height and width, D the width of the features, or the number of classes.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from typing import Literal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from vitlab.device import has_bf16
+from vitlab.data.transforms import normalize
+from vitlab.device import has_bf16, out_of_memory
+from vitlab.inference.scales import Scales
+from vitlab.inference.values import ValuesOf, What
+from vitlab.kernels.fp8 import E4M3
+from vitlab.models.config import Preprocess
 from vitlab.models.guest import Guest, Measured
 from vitlab.models.variants import Model
 from vitlab.text import brief
 
+if TYPE_CHECKING:
+    from vitlab.inference.graphs import Graphs
+
 log = logging.getLogger("vitlab")
 
-What = Literal["features", "logits"]
 Run = Callable[[Tensor], Tensor]
+Tail = Callable[[Measured, Tensor], Tensor]
 # How far the values of a fast path may be off, as a share of the largest value: rounding in another order.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05, E4M3: 0.1}
+SMALLEST = 1e-12  # largest value, where all are zero
+ANY = 0  # in place of a batch: any size
 
-FIRST = 5  # batches before the speed is known
-PAYS = {"cuda": 120.0, "cpu": 900.0}  # seconds of the model's time left, from which preparing takes less than it saves
+PARTS = 4  # recordings at most that a batch is divided over
+WAITS = 0.05  # seconds of an image, below which a CPU that serves needs nothing faster
+CLOSING = 5.0  # seconds that are waited for a compiler, which cannot be stopped
+
+
+def unchanged(model: Measured, values: Tensor) -> Tensor:
+    return values
 
 
 class Engine:
     """Computes values (b, D) of normalized images (b, 3, h, w) on the model's device, in its precision.
 
-    A GPU that has bf16 computes in it where the weights are float32; others in the weights' own precision.
+    A GPU that has bf16 computes in it where the weights are float32; others in the weights' own precision. With a
+    `preprocess` images are bytes. A `tail` takes the model, or a copy of it, and the values, and returns others; the
+    first of them, as many as the model has classes, are compared. With `scales` the plain path too is in 8 bits.
     """
 
-    def __init__(self, model: Measured, what: What, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Measured,
+        what: What,
+        device: torch.device,
+        *,
+        preprocess: Preprocess | None = None,
+        tail: Tail = unchanged,
+        scales: Scales | None = None,
+    ) -> None:
         self.model, self.what, self.device = model, what, device
+        self.preprocess, self.tail, self.scales = preprocess, tail, scales
         self.dtype = next(model.parameters()).dtype
-        self.half = has_bf16(device) and self.dtype == torch.float32
-        self.fast: dict[int, Run] = {}  # by the batch it is for, ascending; on a CPU exactly that, else at most that
+        self.counted = [p for p in model.parameters() if not p.is_inference()]  # torch counts changes of these
+        self.half = scales is not None or (has_bf16(device) and self.dtype == torch.float32)
+        self.fast: dict[int, Run] = {}  # by the batch it is for, ascending; on a GPU at most that
         self.names: dict[int, str] = {}  # what that is
-        self.cast: Model | None = None  # what is compiled for a GPU
+        self.made_for: object = None  # the state of the model that these have
+        self.graphs: Graphs | None = None
+        self.too_large = 1 << 30  # images of a batch that does not fit
         self.warming: threading.Thread | None = None
+        self.stop = threading.Event()
+        self.quantized: Model | None = None  # what computes, where there are scales
+        if scales is not None:
+            self.begin()
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
-        run = self.find(len(images))
-        return self.plain(images) if run is None else run(images.to(self.dtype))
+        fast = self.fast
+        if not fast or self.state() != self.made_for:
+            return self.plain(images)
+        if self.device.type != "cuda":
+            return fast.get(len(images), fast.get(ANY, self.plain))(images)
+        parts = divide(len(images), fast)
+        if not parts:
+            return self.plain(images)
+        split = images.split([count for _, count in parts])
+        found = [fast[batch](part) for (batch, _), part in zip(parts, split, strict=True)]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    @torch.inference_mode()
+    def start(self, pixels: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Begin with images (3, h, w) of bytes in the host's memory; what is returned waits for their values (b, D).
+
+        So the host can do something else while a GPU computes. Several may be under way.
+        """
+        fast, graphs = self.fast, self.graphs
+        parts = divide(len(pixels), fast) if graphs is not None and fast and self.state() == self.made_for else []
+        if graphs is None or not parts:
+            values = self(torch.stack(list(pixels)).to(self.device, non_blocking=True))
+            return lambda: values.float().cpu()
+        under_way, first = [], 0
+        for batch, count in parts:
+            under_way.append(graphs.start(batch, pixels[first : first + count]))
+            first += count
+        return lambda: torch.cat([pending.collect() for pending in under_way])
 
     @torch.inference_mode()
     def plain(self, images: Tensor) -> Tensor:
-        """The model itself."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
-            return (self.model.features if self.what == "features" else self.model)(images.to(self.dtype))
+        """The model itself, eagerly."""
+        return self.around(None)(images)
 
-    def find(self, images: int) -> Run | None:
-        """What is ready for a batch: on a GPU the next larger one that is, whose rest is left empty."""
-        fast = self.fast
-        if self.device.type != "cuda":
-            return fast.get(images)
-        return next((run for batch, run in fast.items() if batch >= images), None)
+    def around(self, run: Run | None) -> Run:
+        """All from images to values, by a way from normalized images to the model's; None: the model itself."""
+
+        def complete(images: Tensor) -> Tensor:
+            x = images if self.preprocess is None else normalize(images, self.preprocess)
+            model = self.model if self.quantized is None or self.state() != self.made_for else self.quantized
+            own = model.features if self.what == "features" else model
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
+                return self.tail(model, (run or own)(x.to(self.dtype)))
+
+        return complete
+
+    def state(self) -> object:
+        """What changes when the model's weights are changed in place, or its size of images is."""
+        changes = sum([p._version for p in self.counted])
+        return changes, self.model.config.image_size, getattr(self.model, "shown", None)
 
     # ---- making it faster
 
-    def prepare(self, batch: int) -> bool:
+    def prepare(self, batch: int, *, thorough: bool = True) -> bool:
         """Make batches of this size faster, if this machine can; takes seconds to minutes. Whether it did."""
         try:
-            found = self.make(batch)
+            found = self.make(batch, thorough=thorough)
         except Exception as error:  # compilers and exporters raise anything; the plain path needs none of them
-            log.warning("the model runs eagerly: it cannot be compiled here (%s)", brief(error))
+            if ran_out(error):
+                self.too_large = min(self.too_large, batch)
+                torch.cuda.empty_cache()
+                log.warning("batches of %d run eagerly: compiled, they do not fit in the GPU's memory", batch)
+            elif not self.stop.is_set():  # else the model may have left the device already
+                log.warning("the model runs eagerly: it cannot be compiled here (%s)", brief(error))
             return False
         if found is None:
             return False
-        name, run = found
-        log.debug("batches of %d: %s", batch, name)
-        self.names = {**self.names, batch: name}
-        self.fast = dict(sorted({**self.fast, batch: run}.items()))  # replaced at once: other threads may be calling
+        self.use(*found)
         return True
 
-    def make(self, batch: int) -> tuple[str, Run] | None:
-        """The name and the call of what is faster than the plain path for this batch, compared with it."""
+    def use(self, batch: int, name: str, run: Run) -> None:
+        """Use a fast path from now on; both tables are replaced at once, as other threads may be calling."""
+        log.debug("batches of %s: %s", batch or "any size", name)
+        self.names = {**self.names, batch: name}
+        self.fast = dict(sorted({**self.fast, batch: run}.items()))
+
+    def make(self, batch: int, *, thorough: bool) -> tuple[int, str, Run] | None:
+        """What is faster than the plain path, compared with it: for which batch, its name and its call."""
         if isinstance(self.model, Guest):
             return None  # measured as its own library runs it
-        images = torch.randn(batch, 3, *self.model.config.image_size, device=self.device, dtype=self.dtype)
-        if self.device.type == "cuda":
-            from vitlab.inference.graphs import GraphedForward, halved
+        self.begin()
+        images = self.random_images(batch)
+        if self.graphs is not None:
+            self.graphs.record(images)
+            run: Run = partial(self.graphs.run, batch)
+            return (batch, "compiled, as a CUDA graph", run) if self.agrees(run, images) else None
+        if self.device.type == "cpu" and self.scales is None:
+            from vitlab.inference.processor import candidates, fastest
 
-            if self.cast is None:  # one copy for all batches
-                self.cast = halved(self.model) if self.half else self.model
-            run: Run = GraphedForward(self.cast, self.what, images, self.half)
-            return ("compiled, as a CUDA graph", run) if self.agrees(run, images) else None
-        if self.device.type == "cpu":
-            from vitlab.inference.processor import fastest
-
-            return fastest(self.model, self.what, images, self.plain, self.agrees)
+            ways = candidates(self.model, self.what, thorough=thorough)
+            found = fastest(ways, self.around, images, self.plain, self.agrees)
+            return None if found is None else (ANY if found.any_batch else batch, found.name, found.run)
         return None
+
+    def random_images(self, batch: int) -> Tensor:
+        shape = batch, 3, *self.model.config.image_size
+        if self.preprocess is not None:
+            return torch.randint(0, 256, shape, device=self.device, dtype=torch.uint8)
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def begin(self) -> None:
+        """Before the first fast path is made: remember the model's state and copy it, where that is recorded."""
+        if self.made_for is not None:
+            return
+        self.made_for = self.state()
+        if isinstance(self.model, Guest) or (self.device.type != "cuda" and self.scales is None):
+            return
+        from vitlab.inference.graphs import Graphs, working_copy
+
+        copied = working_copy(self.model, self.half)
+        if self.scales is not None:
+            from vitlab.inference.fp8 import use_scales
+
+            use_scales(copied, self.scales)
+            self.quantized = copied
+        if self.device.type == "cuda":
+            module = ValuesOf(copied, self.what, self.preprocess)
+            self.graphs = Graphs(module, partial(self.tail, copied), self.device, self.half)
 
     @torch.inference_mode()
     def agrees(self, run: Run, images: Tensor) -> bool:
         """Whether a fast path gives the plain path's values, but for rounding."""
-        expected = self.plain(images).float()
-        difference = float((run(images).float() - expected).abs().max().nan_to_num(nan=torch.inf))
-        allowed = TOLERANCE[torch.bfloat16 if self.half else torch.float32] * max(1.0, float(expected.abs().max()))
+        compared = None if self.tail is unchanged else self.model.config.classes
+        expected, found = (way(images).double()[:, :compared] for way in (self.plain, run))
+        difference = float((found - expected).abs().max().nan_to_num(nan=torch.inf))
+        share = TOLERANCE[E4M3 if self.scales is not None else torch.bfloat16 if self.half else self.dtype]
+        allowed = share * max(SMALLEST, float(expected.abs().max()))
         if difference > allowed:
             log.warning("a compiled model differs by up to %.2g, and is not used", difference)
         return difference <= allowed
 
+    # ---- in the background
+
     def warm_up(self, batches: Sequence[int]) -> None:
-        """Prepare several batches in the background, one after the other; calls meanwhile take what is ready."""
-        if self.device.type != "cuda":
-            return  # a CPU would compile and answer at the same time, and gain little
-        many = ", ".join(map(str, batches))
-        log.info("compiling the model for batches of %s in the background; until then it runs eagerly", many)
-
-        def work() -> None:
-            torch.cuda.set_device(self.device)
-            if all(self.prepare(batch) for batch in batches):  # the first that fails is the last
-                log.info("the model is compiled for batches of up to %d", max(batches))
-
+        """Make several batches faster in the background, one after the other; calls meanwhile take what is ready."""
+        batches = [batch for batch in batches if batch not in self.fast]
+        if isinstance(self.model, Guest) or self.warming is not None or not batches:
+            return
+        work: Callable[[], None]
+        if self.device.type == "cuda":
+            many = ", ".join(map(str, batches))
+            log.info("compiling the model for batches of %s in the background; until then it runs eagerly", many)
+            work = partial(self.compile_all, batches)
+        elif self.device.type == "cpu" and self.scales is None and self.seconds() > WAITS:
+            work = self.export
+        else:
+            return
+        self.begin()  # the copy is made here, while nothing else uses the model
         self.warming = threading.Thread(target=work, name="compiling", daemon=True)
         self.warming.start()
 
+    def compile_all(self, batches: Iterable[int]) -> None:
+        torch.cuda.set_device(self.device)
+        for batch in batches:
+            if self.stop.is_set():
+                return
+            # the first that fails is the last, unless smaller ones may fit
+            if batch < self.too_large and not self.prepare(batch) and batch < self.too_large:
+                return
+        log.info("the model is compiled for batches of up to %d", max(self.fast, default=0))
 
-class Payback:
-    """Prepares the engine for the batches of a long job once some of them have shown that it pays.
+    def export(self) -> None:
+        """Use ONNX Runtime if it is there and faster for one image."""
+        from vitlab.inference.processor import Candidate, fastest, has_onnx, onnx_runtime_apart
 
-    Compiling a ViT for a GPU takes 5 to 30 seconds and then saves a sixth of the model's time or more (on an H200: B/16
-    from 8,800 to 10,700 images a second, L/16 from 3,050 to 3,600). On a CPU a minute of trying saves a tenth.
+        if isinstance(self.model, Guest) or not has_onnx():
+            return
+        way = Candidate("ONNX Runtime", partial(onnx_runtime_apart, self.model, self.what, self.stop), any_batch=True)
+        found = fastest(iter([way]), self.around, self.random_images(1), self.plain, self.agrees)
+        if found is not None and not self.stop.is_set():
+            self.use(ANY, found.name, found.run)
+            log.info("from now on the model runs in ONNX Runtime, which is faster here")
+
+    def seconds(self) -> float:
+        """What the plain path takes for one image, once it has run."""
+        image = self.random_images(1)
+        self.plain(image)
+        began = time.perf_counter()
+        self.plain(image)
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        """End the work in the background: a process that ends while its compiler runs may crash."""
+        if self.warming is None:
+            return
+        self.stop.set()
+        self.warming.join(CLOSING)
+        if not self.warming.is_alive():
+            self.warming = None
+            self.stop.clear()
+
+
+def ran_out(error: BaseException | None) -> bool:
+    """Whether this, or an error that led to it, is of memory: one within a recording ends it with another one."""
+    return error is not None and (out_of_memory(error) or ran_out(error.__cause__ or error.__context__))
+
+
+def divide(images: int, ready: Iterable[int]) -> list[tuple[int, int]]:
+    """Which of the batches that are ready take how many of the images, in order; empty where eager is faster.
+
+    The last may be filled up, by less than itself: a much larger one would take longer than the model as it is.
     """
-
-    def __init__(self, engine: Engine, batch: int, images: int) -> None:
-        self.engine, self.batch, self.left = engine, batch, images
-        self.calls, self.fastest = 0, float("inf")  # seconds of an image
-
-    def count(self, images: int, seconds: float) -> None:
-        """Note that the model took so long for so many images; prepare the engine if it is time to."""
-        self.calls, self.left = self.calls + 1, self.left - images
-        self.fastest = min(self.fastest, seconds / max(1, images))
-        if self.calls == FIRST and self.fastest * self.left > PAYS.get(self.engine.device.type, float("inf")):
-            self.engine.prepare(self.batch)
+    batches, parts = sorted(ready), list[tuple[int, int]]()
+    while images > 0 and len(parts) < PARTS:
+        fitting = next((batch for batch in batches if images <= batch < 2 * images), None)
+        chosen = max((batch for batch in batches if batch <= images), default=None) if fitting is None else fitting
+        if chosen is None:
+            return []
+        parts.append((chosen, min(images, chosen)))
+        images -= chosen
+    return parts if images <= 0 else []
 
 
 def buckets(most: int) -> list[int]:
-    """Batches of 1, 2, 4 ... `most`: the smallest first, which a single request waits for, then the largest.
-
-    Above 64 there is one for every factor of four: torch compiles a function for eight shapes at most.
-    """
-    powers = [1 << k for k in range(0, most.bit_length(), 1 if most <= 64 else 2) if 1 << k < most]
+    """Batches of 1, 2, 4 ... `most`: the smallest first, which a single request waits for, then the largest."""
+    powers = [1 << k for k in range(most.bit_length()) if 1 << k < most]
     return [*powers[:1], most, *powers[1:]]

@@ -4,7 +4,7 @@ Shapes: b images, h and w the model's height and width, K classes.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from vitlab.data.python_images import is_path, name_of, to_image
 from vitlab.data.thumbnails import file_thumbnail, thumbnail
-from vitlab.data.transforms import eval_pixels, normalize
+from vitlab.data.transforms import eval_pixels
 from vitlab.device import pick_device
 from vitlab.errors import UserError
 from vitlab.html import bar_table, data_url, picture_card
 from vitlab.inference.engine import Engine
+from vitlab.inference.scales import Scales
 from vitlab.models.config import Preprocess
+from vitlab.models.guest import Measured
 from vitlab.models.unknown import Unknown
 from vitlab.models.variants import Model
 from vitlab.weights import load
@@ -43,6 +45,11 @@ class Scores:
 
     def __len__(self) -> int:
         return len(self.probabilities)
+
+    def each(self) -> "list[Scores]":
+        """Those of one image each."""
+        distances = [None] * len(self) if self.distances is None else self.distances.split(1)
+        return [Scores(row, one) for row, one in zip(self.probabilities.split(1), distances, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,7 @@ class Classifier:
         device: "auto" (the best there is), "cpu", "cuda", "cuda:1" or "mps".
         refuse: the share of images of its own classes that a model may answer "none of these" to, in order to refuse
             others; by default that of the model. 0 never refuses, as does a model that was not fitted for it.
+        scales: those of the model's dense layers, with which they are in 8 bits.
 
     Raises:
         UserError: the model cannot be loaded or has no head, `refuse` is not a share or the model cannot refuse, or
@@ -131,7 +139,12 @@ class Classifier:
     unknown: Unknown | None  # what refuses
 
     def __init__(
-        self, model: Model | str | os.PathLike[str], device: str = "auto", *, refuse: float | None = None
+        self,
+        model: Model | str | os.PathLike[str],
+        device: str = "auto",
+        *,
+        refuse: float | None = None,
+        scales: Scales | None = None,
     ) -> None:
         loaded = model if isinstance(model, nn.Module) else load(model)
         classes = loaded.config.classes
@@ -142,13 +155,14 @@ class Classifier:
             )
         self.device = pick_device(device)
         self.model = loaded.float().eval().to(self.device)
-        self.engine = Engine(self.model, "features", self.device)
         self.preprocess = loaded.card.preprocess
         self.labels = loaded.labels
         limits = loaded.card.thresholds
         self.thresholds = None if limits is None else torch.tensor(limits)
         self.temperature = loaded.card.temperature
         self.unknown = pick_unknown(loaded.card.unknown, refuse, self.device)
+        place, before = self.device, self.preprocess
+        self.engine = Engine(self.model, "features", place, preprocess=before, tail=self.classify, scales=scales)
 
     def predict(self, image: object, top: int | None = None) -> Prediction:
         """The `top` most probable classes of one image, or all where there are fewer.
@@ -174,20 +188,33 @@ class Classifier:
         """Logits (b, K) in float32 on the CPU, of bytes (b, 3, h, w)."""
         return self.forward(pixels)[0]
 
-    @torch.inference_mode()
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits (b, K) and, where the model can refuse, distances (b,), from one pass of bytes (b, 3, h, w)."""
-        images = normalize(pixels.to(self.device, non_blocking=True), self.preprocess)
-        features = self.engine(images)
-        assert self.model.head is not None  # checked at the start
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.engine.half):
-            logits = self.model.head(features)
-        distances = None if self.unknown is None else self.unknown.distances(features).cpu()
-        return logits.float().cpu(), distances
+        return self.take_apart(self.engine(pixels.to(self.device, non_blocking=True)).float().cpu())
+
+    def classify(self, model: Measured, features: Tensor) -> Tensor:
+        """The engine's values: logits and, where the model can refuse, distances beside them, (b, K) or (b, K + 1)."""
+        assert model.head is not None  # checked at the start
+        logits: Tensor = model.head(features)
+        if self.unknown is None:
+            return logits
+        with torch.autocast(self.device.type, enabled=False):
+            return torch.cat([logits.float(), self.unknown.distances(features)[:, None]], 1)
+
+    def take_apart(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
+        classes = self.model.config.classes
+        return values[:, :classes], None if self.unknown is None else values[:, classes]
 
     def scores(self, pixels: Tensor) -> Scores:
         """Probabilities (b, K), of bytes (b, 3, h, w), and the distances by which images are refused."""
-        logits, distances = self.forward(pixels)
+        return self.to_scores(*self.forward(pixels))
+
+    def start(self, pixels: Sequence[Tensor]) -> Callable[[], Scores]:
+        """Begin with images (3, h, w) of bytes in the host's memory; what is returned waits for their scores."""
+        values = self.engine.start(pixels)
+        return lambda: self.to_scores(*self.take_apart(values()))
+
+    def to_scores(self, logits: Tensor, distances: Tensor | None) -> Scores:
         if self.thresholds is not None:
             return Scores(logits.sigmoid())
         return Scores((logits / self.temperature).softmax(-1), distances)

@@ -18,6 +18,7 @@ from vitlab.data.workers import BrokenEntry
 from vitlab.device import pick_workers
 from vitlab.errors import Stopped, UserError
 from vitlab.files import write_errors
+from vitlab.inference.scales import Scales
 from vitlab.prediction.classifier import Classifier
 from vitlab.prediction.formats import TOP, Format, FormatName, make_format
 from vitlab.prediction.inputs import STDIN, Inputs, find_inputs
@@ -52,12 +53,13 @@ def predict_files(
     workers: int | None = None,
     allow_url: bool = False,
     refuse: float | None = None,
+    scales: Scales | None = None,
     look: Path | None = None,
 ) -> PredictSummary:
     """Write the predictions to `out`, or to standard output, as they come; Ctrl-C leaves complete lines behind.
 
-    `refuse` is the share of false refusals, as `Classifier` has it. `look` is a folder for a picture of each image, of
-    where the model looked; `summary.looked` has the files.
+    `refuse` is the share of false refusals and `scales` are those for 8 bits, as `Classifier` has them. `look` is a
+    folder for a picture of each image, of where the model looked; `summary.looked` has the files.
 
     Raises UserError if nothing could be read, and Stopped after SIGINT or SIGTERM.
     """
@@ -67,7 +69,7 @@ def predict_files(
     indices = range(len(inputs) * rank // world, len(inputs) * (rank + 1) // world)
     summary = PredictSummary(len(indices))
     try:
-        classifier = Classifier(run, device, refuse=refuse)
+        classifier = Classifier(run, device, refuse=refuse, scales=scales)
         is_multi = classifier.thresholds is not None
         count = None if top is None and is_multi else min(top or TOP[kind], len(classifier.labels))
         form = make_format(kind, inputs, classifier.labels, None if is_multi else count, classifier.unknown is not None)

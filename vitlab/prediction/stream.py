@@ -5,6 +5,7 @@ Shapes: b images in a batch, h and w the model's height and width, K classes.
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vitlab.data.workers import AHEAD, BrokenEntry, EvalReader, Images, chunk_size, read_batches
-from vitlab.inference.engine import Payback
+from vitlab.inference.payback import Payback
 from vitlab.prediction.classifier import Classifier, Prediction, Scores
 
 BATCH = {"cuda": 256, "mps": 64}
@@ -47,17 +48,18 @@ def predict_stream(
     samples = ([(i, 0) for i in indices[start : start + size]] for start in range(0, len(indices), size))
     reader = EvalReader(inputs, classifier.model.config.image_size, classifier.preprocess)
     payback = Payback(classifier.engine, size, len(indices))
-    for chunk in read_batches(reader, samples, chunk_size(size, workers), workers, AHEAD, classifier.device):
-        unread = {index for index, _, _ in chunk.broken}
-        order = chunk.index.tolist()
-        rows = [row for row, index in enumerate(order) if index not in unread]
-        good: list[Prediction] = []
-        if rows:
-            began = time.monotonic()
-            scores = predict_batch(classifier, chunk.pixels, size)
-            payback.count(len(chunk.pixels), time.monotonic() - began)
-            good = classifier.best(scores[rows], top, [inputs.name(order[row]) for row in rows])
-        yield PredictionBatch(tuple(good), chunk.broken)
+    with closing(classifier.engine):
+        for chunk in read_batches(reader, samples, chunk_size(size, workers), workers, AHEAD, classifier.device):
+            unread = {index for index, _, _ in chunk.broken}
+            order = chunk.index.tolist()
+            rows = [row for row, index in enumerate(order) if index not in unread]
+            good: list[Prediction] = []
+            if rows:
+                began = time.monotonic()
+                scores = predict_batch(classifier, chunk.pixels, size)
+                payback.count(len(chunk.pixels), time.monotonic() - began)
+                good = classifier.best(scores[rows], top, [inputs.name(order[row]) for row in rows])
+            yield PredictionBatch(tuple(good), chunk.broken)
 
 
 def predict_batch(classifier: Classifier, pixels: Tensor, size: int) -> Scores:

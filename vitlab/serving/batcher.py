@@ -1,5 +1,8 @@
 """Many callers, one model: waiting items are run together, by the one thread that owns the model.
 
+What runs them may return before it has their answers, with something to wait for them by: a second thread does, so that
+the next batch is prepared while a device computes this one.
+
 A caller first reserves places in the queue, then prepares its items (decoding a photo takes a while), then submits them
 and gets futures. Places that are reserved but not yet filled show the batcher that more items are coming: with a short
 batch at hand it waits for those, at most `max_wait`; when nothing is coming it starts at once. So a single request pays
@@ -24,6 +27,7 @@ log = logging.getLogger("vitlab")
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 Result = TypeVar("Result")
+UNDER_WAY = 2  # batches at most that are started and not answered: a device has work, and others wait to be a batch
 
 
 class QueueFull(Exception):
@@ -43,14 +47,24 @@ class QueueEntry:
     future: Future[Any] = field(default_factory=Future)
 
 
+@dataclass
+class StartedBatch:
+    """A batch that runs, when it began, and what waits for its answers."""
+
+    entries: list[QueueEntry]
+    began: float
+    collect: Callable[[], Sequence[Any]]
+
+
 @dataclass(eq=False)
 class Batcher(Generic[Item, Answer]):
     """Runs items in batches of up to `max_batch`, in the order they came; at most `queue` of them wait.
 
-    `run` takes the items of a batch and returns as many answers. `on_batch` gets the size and seconds of each batch.
+    `run` takes the items of a batch and returns as many answers, or something that waits for them when it is called.
+    `on_batch` gets the size and seconds of each batch.
     """
 
-    run: Callable[[Sequence[Item]], Sequence[Answer]]
+    run: Callable[[Sequence[Item]], Sequence[Answer] | Callable[[], Sequence[Answer]]]
     max_batch: int = 64
     max_wait: float = 0.005
     queue: int = 256
@@ -63,9 +77,13 @@ class Batcher(Generic[Item, Answer]):
         self.waiting: deque[QueueEntry] = deque()
         self.reserved = 0  # places without an item yet
         self.closed = self.finished = False  # closed for new work; reserved places may still be filled
+        self.all_started = False  # nothing more comes for the collector
         self.changed = threading.Condition()
+        self.started: deque[StartedBatch] = deque()  # the first one is being collected
         self.worker = threading.Thread(target=self._work, name="model", daemon=True)
+        self.collector = threading.Thread(target=self._collect, name="answers", daemon=True)
         self.worker.start()
+        self.collector.start()
 
     # ---- for callers, from any thread
 
@@ -91,17 +109,20 @@ class Batcher(Generic[Item, Answer]):
         with self.changed:
             self._check_room(1)
             self.waiting.append(entry)
-            self.changed.notify()
+            self.changed.notify_all()
         return entry.future
 
     def close(self, seconds: float | None = None) -> bool:
         """Accept no more and finish the queue; False if that takes too long, and what still waits is cancelled."""
         with self.changed:
             self.closed = True
-            self.changed.notify()
+            self.changed.notify_all()
+        began = time.monotonic()
         self.worker.join(seconds)
+        self.collector.join(None if seconds is None else max(0.0, seconds - (time.monotonic() - began)))
         with self.changed:
-            in_time, self.finished = self.finished, True
+            in_time, self.finished = self.finished and not self.started, True
+            self.changed.notify_all()
             left, self.waiting, self.reserved = self.waiting, deque(), 0
         for entry in left:
             entry.future.cancel()
@@ -109,7 +130,7 @@ class Batcher(Generic[Item, Answer]):
 
     @property
     def is_open(self) -> bool:
-        return self.worker.is_alive() and not self.closed
+        return self.worker.is_alive() and self.collector.is_alive() and not self.closed
 
     def _check_room(self, number: int) -> None:
         if self.closed:
@@ -124,33 +145,51 @@ class Batcher(Generic[Item, Answer]):
             if batch := [entry for entry in batch if entry.future.set_running_or_notify_cancel()]:
                 self._run_batch(batch)
             del batch  # or images would stay in memory until the next batch
+        with self.changed:
+            self.all_started = True
+            self.changed.notify_all()
 
     def _run_batch(self, batch: list[QueueEntry]) -> None:
-        """Set every future's result, or the exception on all of them."""
-        start, call = time.perf_counter(), batch[0].call
+        """Answer a batch or a call, or start it and leave the rest to the collector."""
+        began, call = time.perf_counter(), batch[0].call
         try:
             answers = self.run([entry.item for entry in batch]) if call is None else [call()]
-            if len(answers) != len(batch):
-                raise RuntimeError(f"a batch of {len(batch)} got {len(answers)} answers")
         except Exception as error:
-            log.exception("the model failed on a batch of %d", len(batch))
-            for entry in batch:
-                entry.future.set_exception(error)
+            fail(batch, error)
             return
-        if call is None:
-            self.on_batch(len(batch), time.perf_counter() - start)
+        if not callable(answers):
+            self._answer(batch, answers, began)
+            return
+        for entry in batch:
+            entry.item = None  # the images are on their way
+        with self.changed:
+            self.started.append(StartedBatch(batch, began, answers))
+            self.changed.notify_all()
+
+    def _answer(self, batch: list[QueueEntry], answers: Sequence[Any], began: float) -> None:
+        """Set every future's result."""
+        if len(answers) != len(batch):
+            fail(batch, RuntimeError(f"a batch of {len(batch)} got {len(answers)} answers"))
+            return
+        if batch[0].call is None:
+            self.on_batch(len(batch), time.perf_counter() - began)
         for entry, answer in zip(batch, answers, strict=True):
             entry.future.set_result(answer)
 
     def _next_batch(self) -> list[QueueEntry]:
-        """Wait for the next batch, or a call by itself; empty when the batcher is closed and all is done."""
+        """Wait for the next batch, or a call by itself; empty when the batcher is closed and all is started."""
         with self.changed:
+            self.changed.wait_for(lambda: len(self.started) < UNDER_WAY)
             self.changed.wait_for(lambda: self.waiting or (self.closed and not self.reserved))
             if not self.waiting:
                 self.finished = True
                 return []
             self.changed.wait_for(self._has_all, self.max_wait)
+            if not self.waiting:  # closing has cancelled them
+                return self._next_batch()
             batch = [self.waiting.popleft()]
+            if batch[0].call is not None:
+                self.changed.wait_for(lambda: not self.started)  # it has the device to itself
             while batch[0].call is None and self.waiting and not self.waiting[0].call and len(batch) < self.max_batch:
                 batch.append(self.waiting.popleft())
             return batch
@@ -158,6 +197,35 @@ class Batcher(Generic[Item, Answer]):
     def _has_all(self) -> bool:
         """Whether a batch is full, or nothing more is coming for it."""
         return not self.reserved or len(self.waiting) >= self.max_batch or self.closed
+
+    # ---- the collector's thread
+
+    def _collect(self) -> None:
+        while batch := self._next_started():
+            try:
+                answers = batch.collect()
+            except Exception as error:
+                fail(batch.entries, error)
+            else:
+                self._answer(batch.entries, answers, batch.began)
+                del answers
+            with self.changed:
+                self.started.popleft()
+                self.changed.notify_all()
+            del batch
+
+    def _next_started(self) -> StartedBatch | None:
+        """Wait for the batch that was started first; None when all are answered and no more will be started."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.started or self.all_started)
+            return self.started[0] if self.started else None
+
+
+def fail(batch: list[QueueEntry], error: Exception) -> None:
+    """Set the exception on every future."""
+    log.error("the model failed on a batch of %d", len(batch), exc_info=error)
+    for entry in batch:
+        entry.future.set_exception(error)
 
 
 class Reservation(Generic[Item, Answer]):
@@ -188,4 +256,4 @@ class Reservation(Generic[Item, Answer]):
             self.left -= number
             self.batcher.reserved -= number
             self.batcher.waiting.extend(entries)
-            self.batcher.changed.notify()
+            self.batcher.changed.notify_all()

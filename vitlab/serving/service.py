@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,9 +38,9 @@ class ServiceSettings:
 
     name: str = "model"
     token: str | None = None
-    max_batch: int | None = None  # 64, and 16 on a CPU, where larger batches add latency and no throughput
+    max_batch: int | None = None  # 256, and 16 on a CPU, where larger batches add latency and no throughput
     max_wait: float = 0.005  # seconds
-    queue: int = 256
+    queue: int | None = None  # four batches on a GPU: two that it computes, two that wait; 256 on a CPU
     processes: int | None = None  # that decode; as many as cores, up to 8
     limits: Limits = field(default_factory=Limits)
     samples: Sequence[Sample] = ()  # that the page offers
@@ -54,7 +54,8 @@ class Service:
     def __init__(self, classifier: Classifier, settings: ServiceSettings) -> None:
         self.classifier, self.settings, self.limits = classifier, settings, settings.limits
         classifier.model.requires_grad_(False)  # maps need gradients of activations, not of weights
-        images, queue = self.limits.max_images, settings.queue
+        on_cpu = classifier.device.type == "cpu"
+        images, queue = self.limits.max_images, settings.queue or (256 if on_cpu else 1024)
         if images > queue:
             raise UserError(f"a request of {images} images can never fit a queue of {queue}; make --queue larger")
         if (folder := settings.corrections) is not None and classifier.thresholds is not None:
@@ -64,23 +65,24 @@ class Service:
         self.budget = MemoryBudget(MAX_BODIES * self.limits.max_bytes)
         processes = settings.processes or min(8, os.cpu_count() or 1)
         self.decoders = Decoders(classifier.model.config.image_size, classifier.preprocess, self.limits, processes)
-        max_batch = settings.max_batch or (16 if classifier.device.type == "cpu" else 64)
+        max_batch = settings.max_batch or (16 if on_cpu else 256)
         self.batcher = Batcher(self._run_batch, max_batch, settings.max_wait, queue, self.metrics.count_batch)
         self.draining = False
         self.metrics.add_gauge("vitlab_queue_length", "Images in the queue.", lambda: len(self.batcher))
         self.metrics.add_gauge("vitlab_upload_bytes", "Bytes of uploads in memory.", lambda: self.budget.used)
 
-    def _run_batch(self, pixels: Sequence[Tensor]) -> Sequence[Scores]:
-        scores = self.classifier.scores(torch.stack(list(pixels)))
-        return [scores[i : i + 1] for i in range(len(scores))]
+    def _run_batch(self, pixels: Sequence[Tensor]) -> Callable[[], Sequence[Scores]]:
+        """On the model's thread; what is returned is called on another one, while this one starts the next batch."""
+        scores = self.classifier.start(pixels)
+        return lambda: scores().each()
 
     async def warm_up(self) -> None:
         """Run one request of each kind, so that the first client does not wait for what torch sets up."""
-        self.classifier.engine.warm_up(buckets(self.batcher.max_batch))
         await asyncio.to_thread(self.decoders.start)
         blank = torch.zeros(3, *self.classifier.model.config.image_size, dtype=torch.uint8)
         await asyncio.wrap_future(self.batcher.submit(blank))
         await asyncio.wrap_future(self.batcher.call(lambda: explain(self.classifier, blank)))
+        await asyncio.to_thread(self.classifier.engine.warm_up, buckets(self.batcher.max_batch))  # after all these
 
     async def predict(self, request: Request) -> list[tuple[str, Scores]]:
         """Every image's name and scores."""
@@ -158,6 +160,7 @@ class Service:
     def close(self) -> None:
         self.draining = True
         self.batcher.close(LAST_BATCH_SECONDS)
+        self.classifier.engine.close()
         self.decoders.close()
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vitlab.data.loader import Batch
+from vitlab.device import own_workspaces
 
 WARM_UP = 3  # steps before the recording, in which compilers, libraries and the optimizer initialize themselves
 
@@ -50,5 +51,5 @@ class GraphedStep:
     def record(self, batch: Batch) -> None:
         """Record the step without computing it; thread-local, as the loader's thread may pin memory meanwhile."""
         self.batch = Batch(**{f.name: getattr(batch, f.name).clone() for f in dataclasses.fields(Batch)})
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        with own_workspaces(), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.result = self.step(self.batch)

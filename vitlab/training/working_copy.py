@@ -15,11 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vitlab.kernels.fp8 import Maxima, use_float8
-from vitlab.models.resnet import StdConv
-from vitlab.models.rotary import Rotary
-
-# Their parameters stay, in float32: what they compute is computed in float32 in mixed precision too.
-KEPT = (nn.LayerNorm, nn.GroupNorm, StdConv, Rotary)
+from vitlab.kernels.rounding import KEPT, round_weights
 
 
 class WorkingCopy:
@@ -31,9 +27,7 @@ class WorkingCopy:
     def __init__(self, core: nn.Module, *, float8: bool = False) -> None:
         kept = [p for part in core.modules() if isinstance(part, KEPT) for p in part.parameters(recurse=False)]
         self.module = copy.deepcopy(core, {id(p): p for p in kept})  # what a memo has is not copied
-        for part in self.module.modules():
-            if not isinstance(part, KEPT):
-                cast_tensors(part)
+        round_weights(self.module)
         self.rounded = rounded_pairs(core, self.module)  # the model's tensors and the copy's of them
         trained = [(own, cast) for own, cast in self.rounded if own.requires_grad]
         self.own: list[Tensor] = [own for own, _ in trained]
@@ -100,13 +94,3 @@ def rounded_pairs(core: nn.Module, copied: nn.Module) -> list[tuple[Tensor, Tens
             tables = zip(part.buffers(recurse=False), other.buffers(recurse=False), strict=True)
             pairs += [(own, cast) for own, cast in tables if own.is_floating_point()]
     return pairs
-
-
-def cast_tensors(part: nn.Module) -> None:
-    """Round a module's own parameters and tables, not those of the modules inside it."""
-    for name, parameter in list(part.named_parameters(recurse=False)):
-        rounded = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=parameter.requires_grad)
-        setattr(part, name, rounded)
-    for name, buffer in list(part.named_buffers(recurse=False)):
-        if buffer.is_floating_point():
-            setattr(part, name, buffer.to(torch.bfloat16))

@@ -1,0 +1,178 @@
+"""How fast inference is on one GPU: python benchmarks/inference_speed.py [--model RUN --images FOLDER] > speed.json
+
+The engine in bf16 and in static fp8 beside timm, compiled, which take turns; one image through the engine, from bytes
+in the host's memory too; the batcher in process. With --model and --images, how often fp8 gives the best class of
+float32 on images it was not calibrated on. Weights are random but for that. `--toy` is for a CPU: small models, timm's
+not compiled, and 8 bits emulated.
+"""
+
+import argparse
+import json
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import vitlab
+from vitlab.bench.cases import Case
+from vitlab.bench.clock import Contestant, Row, own_compilations, race, warm_up
+from vitlab.bench.compare import Terms, describe_machine, infer_call, release_memory
+from vitlab.bench.peers import make_peer
+from vitlab.cost import quick_cost
+from vitlab.device import has_bf16, pick_device
+from vitlab.export.scales_file import from_images
+from vitlab.inference.calibration import largest_inputs
+from vitlab.inference.engine import Engine
+from vitlab.inference.scales import Scales, weights_key
+from vitlab.kernels.fp8 import has_float8
+from vitlab.models.variants import Model, build
+from vitlab.prediction import Classifier
+from vitlab.prediction.classifier import Scores
+from vitlab.serving.batcher import Batcher, QueueFull
+
+MODELS = (("B/16", 256), ("L/16", 128))
+TOY = (("Ti/16", 2),)
+PEER, BF16, FP8 = "timm", "engine", "engine fp8"
+
+
+@contextmanager
+def part(found: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
+    """A part of the result, which may fail without the others."""
+    found[name] = {}
+    try:
+        yield found[name]
+    except Exception as error:
+        found[name]["error"] = f"{type(error).__name__}: {error}"[:800]
+        found[name]["trace"] = traceback.format_exc()[-1500:]
+    release_memory()
+
+
+def random_scales(model: Model, device: torch.device) -> Scales:
+    """For speed alone."""
+    pixels = torch.randint(0, 256, (4, 3, *model.config.image_size), dtype=torch.uint8)
+    return Scales(weights_key(model), largest_inputs(model, pixels, device), 1.0, 4, separate=False)
+
+
+def throughput(case: Case, terms: Terms, found: dict[str, Any]) -> None:
+    """Images per second, the median and all rounds, and the ratio to timm within the rounds."""
+    device, images = terms.device, torch.randn(case.batch, 3, case.image_size, case.image_size, device=terms.device)
+    parameters = quick_cost(case.config).parameters
+
+    def engine(fp8: bool) -> Callable[[], Tensor]:
+        model = build(case.config).to(device).eval()
+        made = Engine(model, "logits", device, scales=random_scales(model, device) if fp8 else None)
+        ready = made.prepare(case.batch)
+        found["engine fp8 prepared" if fp8 else "engine prepared"] = ready
+        return lambda: made(images)
+
+    with own_compilations() if case.mode == "compiled" else nullcontext():
+        makers: dict[str, Callable[[], Callable[[], object]]] = {
+            PEER: lambda: infer_call(make_peer(PEER, case.config, parameters), case, terms),
+            BF16: lambda: engine(False),
+        }
+        makers |= {FP8: lambda: engine(True)} if has_float8(device) or device.type == "cpu" else {}
+        ready = []
+        for name, make in makers.items():
+            call = make()
+            ready.append(Contestant(name, "", call, warm_up(call, device, 0)))
+        rounds = list(race(ready, device, rounds=terms.rounds, seconds=terms.seconds, alone=False))
+        rows = {c.name: Row(c.name, "", tuple(case.batch * r[c.name] for r in rounds), None, ()) for c in ready}
+        for name, row in rows.items():
+            found[name] = {"images_per_second": row.median, "rounds": list(row.rates), "to_timm": row.ratio(rows[PEER])}
+
+
+def latency(case: Case, terms: Terms, found: dict[str, Any]) -> None:
+    """Milliseconds of one image, waited for: normalized on the device, and as bytes of the host to probabilities."""
+    device = terms.device
+    model = build(case.config).to(device).eval()
+    engine = Engine(model, "logits", device)
+    image = torch.randn(1, 3, case.image_size, case.image_size, device=device)
+    classifier = Classifier(model, str(device))
+    found["prepared"] = [made.prepare(1) for made in (engine, classifier.engine)]
+    pixels = pictures(1, case.image_size)
+    calls = {"engine": lambda: engine(image), "bytes to probabilities": lambda: classifier.start(pixels)()}
+    ready = [Contestant(name, "", call, warm_up(call, device, 0)) for name, call in calls.items()]
+    rounds = list(race(ready, device, rounds=terms.rounds, seconds=terms.seconds, alone=True))
+    for name in calls:
+        found[name] = {"milliseconds": sorted(1000 / r[name] for r in rounds)}
+
+
+def pictures(count: int, side: int) -> list[Tensor]:
+    """Bytes with the channels of a pixel together, as decoders give them."""
+    return [torch.randint(0, 256, (side, side, 3), dtype=torch.uint8).permute(2, 0, 1) for _ in range(count)]
+
+
+def batched(case: Case, terms: Terms, found: dict[str, Any]) -> None:
+    """Images per second through the batcher, from bytes to probabilities, from a queue that is always full."""
+    classifier = Classifier(build(case.config), str(terms.device))
+    found["prepared"] = classifier.engine.prepare(case.batch)
+    ends: list[tuple[float, int]] = []
+
+    def run(items: Sequence[Tensor]) -> Callable[[], list[Scores]]:
+        scores = classifier.start(items)
+        return lambda: scores().each()
+
+    def count(size: int, seconds: float) -> None:
+        ends.append((time.perf_counter(), size))
+
+    batcher: Batcher[Tensor, Scores] = Batcher(run, case.batch, queue=4 * case.batch, on_batch=count)
+    waiting: deque[Future[Scores]] = deque()
+    images, asked = pictures(64, case.image_size), 0
+    while len(ends) < 3 or ends[-1][0] - ends[0][0] < terms.rounds * terms.seconds:
+        try:
+            waiting.append(batcher.submit(images[asked % len(images)]))
+            asked += 1
+        except QueueFull:
+            waiting.popleft().result()
+    for future in waiting:
+        future.cancel()
+    batcher.close(60)
+    sizes = [size for _, size in ends[1:]]
+    found["images_per_second"] = sum(sizes) / (ends[-1][0] - ends[0][0])
+    found["images_per_batch"] = sum(sizes) / len(sizes)
+
+
+def agreement(run: str, images: str, device: torch.device, found: dict[str, Any]) -> None:
+    scales = from_images(vitlab.load(run), images, device)
+    found |= {"agreement": scales.agreement, "images": scales.images, "separate": scales.separate}
+    found |= {"layers": len(scales.maxima), "emulated": not has_float8(device)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of a turn")
+    parser.add_argument("--model", help="a run, a file of weights or a hub id, for the agreement of fp8")
+    parser.add_argument("--images", help="a folder of images or a data set, for the agreement of fp8")
+    parser.add_argument("--toy", action="store_true")
+    given = parser.parse_args()
+    device = pick_device("cpu" if given.toy else given.device)
+    terms = Terms(device, torch.bfloat16 if has_bf16(device) else torch.float32, (PEER,), given.rounds, given.seconds)
+    found: dict[str, Any] = {"machine": describe_machine(terms), "vitlab": vitlab.__version__}
+    side, depth = (32, 1) if given.toy else (224, None)
+    cases = [
+        Case(name, "infer", "eager" if given.toy else "compiled", batch, side, depth)
+        for name, batch in (TOY if given.toy else MODELS)
+    ]
+    for case in cases:
+        with part(found, case.model) as row:
+            throughput(case, terms, row)
+    with part(found, f"one image, {cases[0].model}") as row:
+        latency(cases[0], terms, row)
+    with part(found, f"batcher, {cases[0].model}") as row:
+        batched(cases[0], terms, row)
+    if given.model and given.images:
+        with part(found, f"agreement of fp8, {given.model}") as row:
+            agreement(given.model, given.images, device, row)
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

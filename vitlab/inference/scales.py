@@ -1,0 +1,61 @@
+"""The ranges of the inputs of a model's dense layers, by which they are stored in 8 bits; a file beside the model."""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitlab.errors import UserError
+from vitlab.files import read_json, write_text
+from vitlab.models.variants import Model
+from vitlab.settings import to_json
+from vitlab.weights.digest import digest_model
+
+NAME = "fp8.json"
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The largest magnitude of each layer's input, by its name; layers that are not here stay in bf16."""
+
+    weights: str  # of which these are, as `weights_key` has it
+    maxima: dict[str, float]
+    agreement: float  # share of the images on which the best class is float32's
+    images: int  # of which that is
+    separate: bool  # whether the ranges are from others
+
+    def __post_init__(self) -> None:
+        """A file may hold anything."""
+        numbers = self.maxima.values() if isinstance(self.maxima, dict) else [math.nan]
+        if not all(isinstance(value, float) and 0 < value < math.inf for value in numbers):
+            raise UserError("its maxima are not all positive numbers")
+
+    @property
+    def digest(self) -> str:
+        """What values computed with these scales depend on, beside the weights."""
+        return hashlib.sha256(json.dumps(self.maxima, sort_keys=True).encode()).hexdigest()[:12]
+
+    def describe(self) -> str:
+        """One line on what was measured."""
+        where = "" if self.separate else ", including those the ranges are from"
+        shown = f"on {self.agreement:.2%} of {self.images:,} images{where}"
+        return f"fp8: {len(self.maxima)} dense layers in 8 bits; the best class is float32's {shown}"
+
+    def write(self, path: Path) -> None:
+        write_text(path, json.dumps(to_json(self), indent=2) + "\n")
+
+
+def read_scales(path: Path) -> Scales:
+    """The scales of a file; UserError where it is not one."""
+    found: dict[str, Any] = read_json(path)
+    try:
+        return Scales(**found)
+    except (TypeError, UserError) as error:
+        raise UserError(f"{path} has no scales for fp8 ({error}); calibrate again with --calibrate IMAGES") from None
+
+
+def weights_key(model: Model) -> str:
+    """Hash what the ranges depend on: weights, settings and preprocessing."""
+    return digest_model([to_json(model.config), to_json(model.card.preprocess)], model.state_dict())[:24]
