@@ -1,6 +1,7 @@
 """The engine gives the model's own values, whatever runs it."""
 
 import copy
+import dataclasses
 import logging
 import threading
 import time
@@ -292,13 +293,28 @@ def test_predictions_are_the_models(small: Model) -> None:
     assert (classifier.logits(pixels) - expected).abs().max() < 1e-5
 
 
-def test_what_is_started_is_what_is_predicted(small: Model) -> None:
+@pytest.fixture
+def refusing(small: Model) -> Model:
+    """It refuses, by classes around 0 and 1 in the space of its features."""
+    means = torch.stack([torch.zeros(32), torch.ones(32)])
+    rest = {"spread": torch.ones(32), "counts": torch.full((2,), 9.0), "held_out": torch.linspace(-9, 9, 99)}
+    unknown = Unknown(torch.zeros(32), torch.eye(32), means=means, rate=0.05, **rest)
+    small.card = dataclasses.replace(small.card, unknown=unknown)
+    return small
+
+
+def test_what_is_started_is_what_is_predicted(refusing: Model) -> None:
     """Several at once, with the channels of a pixel together, as decoders give them."""
-    classifier = vitlab.Classifier(small, "cpu")
+    classifier, unknown = vitlab.Classifier(refusing, "cpu"), refusing.card.unknown
     pixels = torch.randint(0, 256, (5, 32, 32, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
     waiting = [classifier.start(list(part)) for part in pixels.split(2)]
-    found = [one.probabilities for wait in waiting for one in wait().each()]
-    torch.testing.assert_close(torch.cat(found), classifier.probabilities(pixels))
+    found = [one for wait in waiting for one in wait().each()]
+    with torch.no_grad():
+        features = refusing.features(pixels / 255 * 2 - 1)
+        torch.testing.assert_close(torch.cat([one.probabilities for one in found]), refusing.head(features).softmax(1))  # type: ignore[misc]
+    assert unknown is not None
+    distances = torch.cat([one.distances for one in found if one.distances is not None])
+    torch.testing.assert_close(distances, unknown.distances(features))
 
 
 def test_bytes_are_normalized_as_everywhere(small: Model) -> None:
@@ -313,15 +329,6 @@ def test_bytes_are_normalized_as_everywhere(small: Model) -> None:
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@pytest.fixture
-def refusing(small: Model) -> Model:
-    """It refuses, by classes around 0 and 1 in the space of its features."""
-    means = torch.stack([torch.zeros(32), torch.ones(32)])
-    rest = {"spread": torch.ones(32), "counts": torch.full((2,), 9.0), "held_out": torch.linspace(-9, 9, 99)}
-    small.card.unknown = Unknown(torch.zeros(32), torch.eye(32), means=means, rate=0.05, **rest)
-    return small
 
 
 @pytest.mark.gpu
@@ -344,7 +351,7 @@ def test_a_classifier_on_a_gpu_is_that_on_a_cpu(refusing: Model) -> None:
             assert (scores.probabilities - own.probabilities).abs().max() < 0.05
             assert scores.distances is not None
             assert own.distances is not None
-            assert (scores.distances - own.distances).abs().max() < 0.1 * own.distances.abs().max()
+            assert (scores.distances - own.distances).abs().max() < 0.2 * own.distances.abs().max()
 
     with ThreadPoolExecutor(3) as threads:
         for done in [threads.submit(work, step) for step in (1, 3, 8, 20) * 3]:
@@ -392,7 +399,7 @@ def test_graphs_on_a_gpu(small: Model) -> None:
     assert engine.warming is not None
     engine.warming.join()
     assert list(engine.fast) == [1, 4]
-    for number in (1, 3, 4, 2, 5, 1):  # 2 is eager, 5 is divided
+    for number in (1, 3, 4, 2, 5, 1):  # 2 and 5 are divided
         x = images(number).to(device)
         expected = engine.plain(x).float()
         assert (engine(x).float() - expected).abs().max() <= TOLERANCE[torch.bfloat16] * expected.abs().max()

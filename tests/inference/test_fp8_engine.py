@@ -143,7 +143,7 @@ def test_a_trained_model_keeps_its_accuracy() -> None:
 def test_models_that_cannot_be_in_8_bits(settings: dict[str, int], why: str) -> None:
     usual = {"image_size": 32, "depth": 1, "width": 32, "heads": 2, "mlp": 64, "classes": 3}
     with pytest.raises(UserError, match=why):
-        check_model(vitlab.create("Ti/8", **(usual | settings)))  # type: ignore[arg-type]
+        check_model(vitlab.create("Ti/8", **(usual | settings)))
 
 
 def test_multi_label_models_and_resnets_are_refused(small: Model) -> None:
