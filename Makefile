@@ -3,27 +3,29 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-# Small models on few cores: several threads per process are slower than one.
+# Small models on few cores: several threads per process are slower than one. Compiled code is kept, as usual: many tests
+# start processes, which would compile the package anew where the environment forbids it.
 test test-slow test-long chaos: export OMP_NUM_THREADS = 1
+test test-slow test-long chaos: export PYTHONDONTWRITEBYTECODE =
 
 # Slow tests that measure times or load a server need the machine for themselves; of the others two run at once.
 ALONE := $(wildcard tests/serving tests/chaos tests/bench tests/finetuning/test_short_time.py tests/data/test_budget.py \
 	tests/data/test_loader_benchmark.py tests/training/test_minutes.py tests/training/test_data_changes.py \
 	tests/training/test_small_start.py tests/test_cli.py tests/test_predict.py)
 
-.PHONY: demo test quick test-slow test-long chaos lint style types docs clean
+.PHONY: demo test quick test-slow test-long chaos lint style types package-types docs clean
 
 demo: $(READY)
 	$(BIN)/vitlab demo
 
-# Types are checked on one core for a minute, beside the tests.
+# The package's types are checked on one core, beside the tests; those of the tests by `make test-slow` and `make lint`.
 test: style
-	$(MAKE) --jobs=2 types quick
+	$(MAKE) --jobs=2 package-types quick
 
 quick: $(READY)
 	$(BIN)/pytest -m "not slow" -n auto --dist loadfile # a file's runs and servers are made once
 
-test-slow: $(READY)
+test-slow: types
 	$(BIN)/pytest -m "slow and not long" -n 2 --dist worksteal $(addprefix --ignore=,$(ALONE))
 	$(BIN)/pytest -m "slow and not long" $(ALONE)
 
@@ -44,6 +46,9 @@ style: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+package-types: $(READY)
+	$(BIN)/mypy vitlab
 
 # The documentation as a site, in site/; any warning is an error.
 docs: $(READY)

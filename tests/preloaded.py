@@ -82,7 +82,7 @@ def serve(address: str) -> None:
         server.listen(64)
         print("ready", flush=True)
         while True:
-            ready, _, _ = select.select([server, 0], [], [])
+            ready, _, _ = select.select([server.fileno(), 0], [], [])
             if 0 in ready:
                 return
             link, _ = server.accept()
@@ -105,7 +105,7 @@ def keep(link: socket.socket) -> None:
         os.close(stream)
     end = os.pidfd_open(pid)
     link.sendall(pid.to_bytes(8, "big"))
-    ready, _, _ = select.select([link, end], [], [])
+    ready, _, _ = select.select([link.fileno(), end], [], [])
     if end not in ready:
         os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
