@@ -92,7 +92,7 @@ def test_closed_forms_equal_the_count(name: str) -> None:
     ("name", "settings"),
     [
         ("R50x1", {"image_size": (97, 130), "classes": 0}),  # every stride rounds up
-        ("R26+S/32", {"image_size": (96, 160), "depth": 2, "classes": 0}),
+        pytest.param("R26+S/32", {"image_size": (96, 160), "depth": 2, "classes": 0}, marks=pytest.mark.slow),
         ("Ti/8", {"image_size": (24, 32), "classes": 3, "heads": 6, "mlp": 100, "depth": 1}),
         ("Ti/8", {"image_size": 32, "depth": 2, "layer_scale": True, "pool": "mean"}),  # not plain, so counted
     ],

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -27,6 +28,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_without_time_it_imports_and_draws_nothing_that_can_wait(tmp_path: Path) -> None:
     torch.manual_seed(0)
     small = vitlab.create("Ti/4", image_size=8, depth=2, width=32, mlp=64, heads=2, classes=5)

@@ -310,6 +310,7 @@ def test_a_slow_machine_learns_from_fewer_images(weights: str, tmp_path: Path, m
     assert f"to test {len(labels)} of 599" in lines.getvalue()
 
 
+@pytest.mark.slow
 def test_the_head_is_the_fit(weights: str) -> None:
     plan = plan_for(weights)
     assert plan.data.validation is not None

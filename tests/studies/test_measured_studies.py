@@ -98,6 +98,7 @@ def test_heads_that_attend_evenly_are_as_far_as_patches_are(tmp_path: Path, monk
     assert list(found.values()) == pytest.approx([even] * 4)
 
 
+@pytest.mark.slow
 def test_speed_is_measured_without_training(tmp_path: Path) -> None:
     lines = run("speed", tmp_path, "Ti16-32", "Ti16-64")
     done = [line for line in lines.values() if line["images/s mean"]]

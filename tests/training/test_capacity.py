@@ -47,6 +47,7 @@ def test_a_count_fits_and_one_more_does_not() -> None:
     assert count_batch(one, 1e15, 1000) == 1000
 
 
+@pytest.mark.slow
 def test_larger_images_and_models_leave_room_for_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "free_bytes", lambda device: 2**30)
     cpu = torch.device("cpu")

@@ -88,6 +88,7 @@ def test_a_change_is_named_and_rejected(cut: Path, change: Callable[[Path], None
     assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_an_accepted_change_is_the_new_manifest(cut: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_report(monkeypatch)
     add(cut / "photos")

@@ -177,6 +177,7 @@ def test_the_loaded_run_is_the_model_that_was_tested(run: Path, base: Path) -> N
     assert measured == pytest.approx(tested["ema"]["accuracy"])
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_bit(
     run: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

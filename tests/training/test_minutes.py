@@ -58,6 +58,7 @@ def train_in_time(out: Path, recipe: Recipe) -> tuple[str, Recipe]:
         return train_timed(out, recipe), recipe
 
 
+@pytest.mark.slow
 def test_a_timed_run_equals_one_with_its_steps(tmp_path: Path) -> None:
     began = time.monotonic()
     line, recipe = train_in_time(tmp_path / "timed", TIMED)

@@ -157,7 +157,7 @@ def test_outputs_by_name(name: Any, outputs: int) -> None:
 MASKED = change(SMALL, objective="masked", mixup=0.0, label_smoothing=0.0)
 
 
-@pytest.mark.parametrize("target", ["4x4", "pixels"])
+@pytest.mark.parametrize("target", ["4x4", pytest.param("pixels", marks=pytest.mark.slow)])
 def test_a_run_of_each_target_resumes_to_the_bit(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = change(MASKED, masked_target=target, corruption=0.25, steps=6)
     train_small(tmp_path / "plain", recipe=recipe)

@@ -116,6 +116,7 @@ def test_an_untrusted_path_is_not_opened(made: Path, tmp_path: Path, command: Co
     assert f"name the data to use: vitlab train --out {run} --resume data=DATA" in printed.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_a_path_on_the_command_line_is_opened(made: Path, tmp_path: Path, command: Command) -> None:
     run = receive(made, tmp_path / "run", data="/nowhere")
     (run / "model.safetensors").unlink()
@@ -145,6 +146,7 @@ def test_ones_own_run_is_trusted(made: Path, tmp_path: Path, command: Command, m
     assert command("train", "--out", str(moved), "--resume")[0] == 0
 
 
+@pytest.mark.slow
 def test_built_in_sets_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_small(tmp_path / "run", steps=4)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another-user"))

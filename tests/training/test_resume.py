@@ -109,6 +109,7 @@ def photos(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_another_number_of_workers_mid_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = dataclasses.replace(
         SMALL, model="Ti/28", data=str(photos(tmp_path / "photos")), image_size=(112, 112), batch=6, micro=3, steps=8

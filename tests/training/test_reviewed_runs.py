@@ -46,6 +46,7 @@ def test_a_reviewed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert unreviewed.review is None
 
 
+@pytest.mark.slow
 def test_finetune_applies_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     skip_report(monkeypatch)
     names = sorted(photos(tmp_path / "photos").rglob("*.png"))

@@ -97,6 +97,7 @@ class Killed(BaseException):
     """Stands for SIGKILL inside one process."""
 
 
+@pytest.mark.slow
 def test_a_search_that_is_killed_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = dataclasses.replace(few_digits(), validation=None)
     for place in ("search", "setup"):

@@ -215,6 +215,7 @@ def test_a_run_on_a_gpu_is_the_plain_one_to_rounding(
 # ---- in 8 bits
 
 
+@pytest.mark.slow
 def test_a_run_in_8_bits_learns_and_resumes_with_its_scales(tmp_path: Path, complete: Path) -> None:
     settings = BF16 | {"precision": "fp8"}
     train_small(tmp_path / "run", **settings)

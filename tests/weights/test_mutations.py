@@ -190,6 +190,7 @@ def remaining_bits(kind: str, data: bytes) -> list[bytes]:
     raise AssertionError("the others have checksums")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_weights(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
     original = sources[kind].read_bytes()
@@ -214,6 +215,7 @@ def test_damaged_weights(kind: str, sources: dict[str, Path], tmp_path: Path) ->
             assert bits(model.state_dict()) == bits(intact.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_damaged_configs(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
     """Bytes and values at random: an error of one line, or the same tensors."""

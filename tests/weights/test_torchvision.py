@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import mostly_slow
 from peers import agree, empty, images, randomize
 from safetensors.torch import load_file, save_file
 from torchvision.models import VisionTransformer
@@ -33,7 +34,7 @@ NAMES = ["b_16", "b_32", "small", "pre-logits"]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "small", "pre-logits"))
 def test_load_theirs(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     theirs = randomize(make(name), dtype)
     torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
