@@ -49,7 +49,9 @@ MODULES = (
 
 @functools.cache
 def folder() -> Path:
-    """The folder of the programs; the server runs until this process ends."""
+    """The folder of the programs, those installed where this is not Linux; the server runs until this process ends."""
+    if sys.platform != "linux":
+        return Path(sys.executable).parent
     place = tempfile.TemporaryDirectory(prefix="vitlab-")
     path, address = Path(place.name), f"{place.name}/server"
     for name in NAMES:
