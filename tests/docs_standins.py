@@ -391,7 +391,13 @@ PAGES: dict[str, Page] = {
             "vitlab train flowers-96": f"{TINY_RUN} image_size=32",
         },
     ),
-    "docs/performance.md": Page(replace={"B/16": "Ti/16"}, append={"vitlab bench compare": TINY_COMPARISON}),
+    "docs/performance.md": Page(
+        replace={"B/16": "Ti/16"},
+        append={"vitlab bench compare": TINY_COMPARISON},
+        parsed=dict.fromkeys(
+            ("vitlab predict runs/pets", "vitlab serve runs/pets"), "needs a GPU with products in 8 bits"
+        ),
+    ),
     "docs/reliability.md": Page(parsed={"make chaos": "takes an hour", "(cd tests": "takes minutes"}),
     "docs/releasing.md": Page(parsed={"": "publishes a version"}),
     "docs/index.md": Page(),

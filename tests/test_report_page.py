@@ -358,6 +358,7 @@ def test_the_filter_finds_what_numpy_finds(browser: "sync_api.Browser", reports:
 
     def check(expected: Any) -> None:
         number = int(expected.sum())
+        one.page.locator("#filter output", has_text=f"{number} of {wrong.sum()}").wait_for()  # a reset is seen later
         assert one.page.inner_text("#filter output") == f"{number} of {wrong.sum()}"
         assert len(one.shown("#wrong")) == min(24, number)
 
