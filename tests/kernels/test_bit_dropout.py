@@ -43,7 +43,7 @@ def test_on_a_gpu_the_gradient_has_the_mask_of_the_values(compiled: bool) -> Non
 
     layer = nn.Dropout(0.25)
     run = torch.compile(drop, dynamic=False, fullgraph=True) if compiled else drop
-    x = torch.randn(64, 197, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = (1 + torch.rand(64, 197, 768, device="cuda")).bfloat16().requires_grad_()  # no zeros of its own
     torch.manual_seed(1)
     y = run(layer, x)
     (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
