@@ -1,17 +1,19 @@
 """Turn a finished run into the model in the box: fp16 weights, short class names and a model card.
 
-    python benchmarks/make_box.py RUN
+    python benchmarks/make_box.py RUN TINY-IMAGENET
     vitlab evaluate box TINY-IMAGENET --json scores.json
-    python benchmarks/make_box.py RUN --scores scores.json --row "Oxford pets at 96 px=75.2 ± 0.3 %, three seeds"
+    python benchmarks/make_box.py RUN TINY-IMAGENET --scores scores.json --row "Oxford pets at 96 px=75.2 ± 0.3 %"
 
-The second time the weights are the same, and the card has the numbers. Paths in the run's files are cut to their last
-part. A model above 12 MB, or one with weights that fp16 cannot hold, is refused.
+The data is the run's, whose held-out images say how sure the model may be: a student of a soft teacher is more often
+right than it thinks. The second time the weights are the same, and the card has the numbers. Paths in the run's files
+are cut to their last part. A model above 12 MB, or one with weights that fp16 cannot hold, is refused.
 """
 
 import argparse
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,15 @@ import torch
 
 from vitlab.data import imagenet
 from vitlab.errors import UserError
+from vitlab.evaluation.extract import extract
+from vitlab.evaluation.temperature import Temperature, fit_temperature
 from vitlab.files import sha256, write_text
 from vitlab.models.vit import ViT
 from vitlab.report.describe import describe_recipe
 from vitlab.settings import to_pairs
-from vitlab.training.first_weights import BOX_SIZE
 from vitlab.training.recipe import Recipe, count_steps, flat
-from vitlab.training.setup import StoredRun, read_run
+from vitlab.training.setup import StoredRun, open_recipe_data, read_run
+from vitlab.training.start import describe_training
 from vitlab.weights import box, load, save
 
 MOST_BYTES = 12_000_000
@@ -71,21 +75,29 @@ Settings that differ from the defaults: `{settings}`
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the folder of a finished run")
+    parser.add_argument("data", help="the data that the run was trained on, where it is now")
+    parser.add_argument("--teacher", default="", metavar="TEXT", help="what the teacher is, for the card")
     parser.add_argument("--scores", type=Path, help="what `vitlab evaluate box DATA --json` wrote")
     parser.add_argument("--row", action="append", default=[], metavar="NAME=TEXT", help="another row; repeatable")
     parser.add_argument("--out", type=Path, default=box.PACKAGED)
     given = parser.parse_args()
     scores = None if given.scores is None else json.loads(given.scores.read_text())
-    make_box(given.run, given.out, scores, [tuple(row.split("=", 1)) for row in given.row])
+    rows = [tuple(row.split("=", 1)) for row in given.row]
+    make_box(given.run, given.data, given.out, scores, rows, given.teacher)
 
 
-def make_box(run: Path, out: Path, scores: dict[str, Any] | None, rows: list[tuple[str, ...]]) -> None:
+def make_box(
+    run: Path,
+    data: str,
+    out: Path,
+    scores: dict[str, Any] | None = None,
+    rows: Sequence[tuple[str, ...]] = (),
+    teacher: str = "",
+) -> None:
     """Write model.safetensors, config.json and README.md into a folder, which may hold other files."""
     model, stored = load(run), read_run(run)
     if not isinstance(model, ViT) or model.head is None or stored is None:
         raise UserError(f"{run} is not the folder of a run that trained a ViT with a head")
-    if BOX_SIZE % model.config.stride:
-        raise UserError(f"fine-tuning starts at {BOX_SIZE} px, which patches of {model.config.stride} px do not divide")
     before = answers(model)
     size = sum(tensor.numel() * 2 for tensor in model.state_dict().values())
     if size > MOST_BYTES:
@@ -93,15 +105,20 @@ def make_box(run: Path, out: Path, scores: dict[str, Any] | None, rows: list[tup
     largest = max(float(tensor.abs().max()) for tensor in model.state_dict().values())
     if not largest <= torch.finfo(torch.float16).max:
         raise UserError(f"{run} has a weight of {largest:g}, which fp16 cannot hold")
-    provenance = {key: last_part(value) for key, value in (model.card.provenance or {}).items()}
-    model.card = dataclasses.replace(model.card, labels=short_labels(model.labels), provenance=provenance)
+    known = {**(model.card.provenance or {}), "data": data, "training": describe_training(stored.recipe)}
+    provenance = {key: last_part(value) for key, value in known.items()}
+    stored = dataclasses.replace(stored, recipe=dataclasses.replace(stored.recipe, data=data))
+    sure = fit_confidence(model, stored.recipe)
+    labels = short_labels(model.labels)
+    model.card = dataclasses.replace(model.card, labels=labels, provenance=provenance, temperature=sure.value)
     save(model.half(), out)
     rounded = load(out)
     assert isinstance(rounded, ViT)
-    write_text(out / "README.md", make_card(rounded, stored, out, scores, rows))
+    write_text(out / "README.md", make_card(rounded, stored, out, scores, rows, teacher))
     after = answers(rounded)
     same = float((before.argmax(-1) == after.argmax(-1)).double().mean())
     apart = float((before - after).abs().max())
+    print(f"temperature {sure.value:.3g}: calibration error {sure.before:.2%} without, {sure.after:.2%} with it")
     print(f"{out}: {(out / box.WEIGHTS).stat().st_size:,} bytes")
     print(
         f"{IMAGES} images of noise: logits differ by {apart:.2g} at most from float32's; the same class in {same:.1%}"
@@ -112,6 +129,15 @@ def make_box(run: Path, out: Path, scores: dict[str, Any] | None, rows: list[tup
 def answers(model: ViT) -> torch.Tensor:
     noise = torch.randn(IMAGES, 3, *model.config.image_size, generator=torch.Generator().manual_seed(0))
     return model(noise)
+
+
+def fit_confidence(model: ViT, recipe: Recipe) -> Temperature:
+    """The temperature that fits the images that the run held out."""
+    held = open_recipe_data(recipe).validation
+    if held is None:
+        raise UserError(f"a run with validation={recipe.validation:g} held no images out; train one that does")
+    found = extract(model, held, what="logits", title="held-out images")
+    return fit_temperature(found.values, found.labels)
 
 
 def short_labels(labels: tuple[str, ...]) -> tuple[str, ...]:
@@ -126,7 +152,12 @@ def last_part(text: str) -> str:
 
 
 def make_card(
-    model: ViT, stored: StoredRun, out: Path, scores: dict[str, Any] | None, rows: list[tuple[str, ...]]
+    model: ViT,
+    stored: StoredRun,
+    out: Path,
+    scores: dict[str, Any] | None,
+    rows: Sequence[tuple[str, ...]],
+    teacher: str,
 ) -> str:
     config, recipe, weights = model.config, stored.recipe, out / box.WEIGHTS
     height, width = config.image_size
@@ -145,7 +176,7 @@ def make_card(
     return CARD.format(
         facts="\n".join(f"| {name} | {text} |" for name, text in facts),
         data=last_part(recipe.data),
-        teacher=describe_teacher(recipe, stored.provenance),
+        teacher=describe_teacher(recipe, stored.provenance, teacher),
         training=describe_recipe(recipe, stored.images, count_steps(recipe, stored.images)),
         settings=" ".join(changed(recipe)),
         classes=config.classes,
@@ -161,11 +192,11 @@ def describe_scores(scores: dict[str, Any]) -> str:
     return f"{rate['value']:.2%} of {scores['images']:,} images ({where}); 95 % interval {interval}"
 
 
-def describe_teacher(recipe: Recipe, provenance: dict[str, str]) -> str:
+def describe_teacher(recipe: Recipe, provenance: dict[str, str], about: str) -> str:
     if recipe.teacher is None:
         return "No other model was used."
     digest = f" (sha256 `{provenance['teacher_sha256']}`)" if "teacher_sha256" in provenance else ""
-    return f"It also learned from a teacher, {last_part(recipe.teacher)}{digest}."
+    return f"It also learned from a teacher, {about or last_part(recipe.teacher)}{digest}."
 
 
 def changed(recipe: Recipe) -> list[str]:

@@ -1,6 +1,7 @@
-"""The model in the box, by a small one in its place: loading, and every command that uses it where none is named."""
+"""The model in the box; by a small one in its place: loading, and every command that uses it where none is named."""
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from vitlab.analysis.class_map import class_map
 from vitlab.data.transforms import eval_pixels
 from vitlab.errors import UserError
 from vitlab.plots.inside import overlay
-from vitlab.training.first_weights import BOX_SIZE, find_weights
+from vitlab.training.first_weights import find_weights
+from vitlab.weights import box
 from vitlab.weights.lora_base import find_base, name_base
 
 NAMES = ("acorn", "goose", "umbrella")
@@ -39,6 +41,20 @@ def plain_logits(folder: Path, images: Tensor) -> Tensor:
     model = vitlab.create("Ti/8", image_size=32, depth=2, width=32, heads=2, mlp=64, classes=3)
     model.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
     return model.eval()(images)
+
+
+# ---- the package's own
+
+
+def test_it_knows_what_is_on_the_photo() -> None:
+    assert vitlab.predict(vitlab.load("box"), box.PHOTO).label == "espresso"
+
+
+def test_its_card_is_about_its_file() -> None:
+    file, card = box.PACKAGED / box.WEIGHTS, (box.PACKAGED / "README.md").read_text()
+    assert file.stat().st_size < 12_000_000
+    assert hashlib.sha256(file.read_bytes()).hexdigest() in card
+    assert vitlab.load("box").config.classes == card.split("## Classes")[1].count(",") + 1 == 200
 
 
 # ---- loading
@@ -163,9 +179,8 @@ def test_fine_tuning_starts_from_it_without_a_network(
     assert "cannot be reached" in warning
     assert "\n" not in warning
     assert found.model is not None
-    assert found.model.config.image_size == (BOX_SIZE, BOX_SIZE)
     own, file = found.model.state_dict(), load_file(boxed / "model.safetensors")
-    assert all(torch.equal(own[name], file[name].float()) for name in file if "positions" not in name)
+    assert all(torch.equal(own[name], file[name].float()) for name in file)
     assert find_weights("none", torch.device("cpu")).name is None
 
 

@@ -32,11 +32,11 @@ def test_a_run_becomes_the_box(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "box"
     out.mkdir()
     (out / "NOTICE").write_text("terms")
-    make_box(run, out, None, [])
+    make_box(run, "digits", out)
     first = sha256(out / "model.safetensors")
     scores = {"data": "/home/me/digits", "split": "test", "images": 599}
     scores["top1"] = {"value": 0.625, "low": 0.58, "high": 0.66}
-    make_box(run, out, scores, [("pets", "75.2 %")])
+    make_box(run, "digits", out, scores, [("pets", "75.2 %")])
     assert sha256(out / "model.safetensors") == first
     assert (out / "NOTICE").read_text() == "terms"
     before, after = load_file(run / "model.safetensors"), load_file(out / "model.safetensors")
@@ -58,15 +58,16 @@ def test_a_run_becomes_the_box(run: Path, tmp_path: Path) -> None:
     for text in (card, (out / "config.json").read_text()):
         assert "/home" not in text
         assert str(tmp_path) not in text
+    assert vitlab.load(out).card.temperature != 1
     assert json.loads((out / "config.json").read_text())["labels"] == list("0123456789")
 
 
 def test_what_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.make_box.MOST_BYTES", 1000)
     with pytest.raises(UserError, match="bytes in fp16, more than 1,000"):
-        make_box(run, tmp_path / "box", None, [])
+        make_box(run, "digits", tmp_path / "box")
     with pytest.raises(UserError, match="not the folder of a run"):
-        make_box(saved(tmp_path / "model"), tmp_path / "box", None, [])
+        make_box(saved(tmp_path / "model"), "digits", tmp_path / "box")
     assert not (tmp_path / "box").exists()
 
 

@@ -32,7 +32,7 @@ MOST_SHOWN = 12
 PHOTOS = 20  # files of each digit
 NEXT = (
     ("vitlab finetune photos/ --weights google/vit-base-patch16-224 --out runs/mine", "photos/: one folder per class"),
-    ("vitlab predict runs/mine photo.jpg", "the class of an image"),
+    ("vitlab predict runs/mine photo.jpg", "the class of an image; without runs/mine, by the small model in vitlab"),
     ("vitlab serve runs/mine", "a web page to drop images on"),
 )
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from small_runs import SMALL, assert_same_run, few_digits, plain_run, train_small
 from test_parallel import command as torchrun
 
+import vitlab
 from vitlab.cli.training import process_start
 from vitlab.errors import UserError
 from vitlab.training.loop import train
@@ -69,6 +70,9 @@ def test_a_timed_run_equals_one_with_its_steps(tmp_path: Path) -> None:
     train_small(tmp_path / "plain", recipe=TIMED, steps=about["steps"], warmup=about["warmup"])
     assert_same_run(tmp_path / "timed", tmp_path / "plain")
     assert not list((tmp_path / "timed").glob("timing*"))
+    how = vitlab.load(tmp_path / "timed").card.provenance
+    assert how is not None
+    assert how["training"].startswith(f"{about['steps']} steps of ")
 
 
 @pytest.mark.long

@@ -12,7 +12,6 @@ from vitlab.weights import box, hub, load
 # batch of 32 fine-tuning takes 13, 4.4 and 1.9 GB (`vitlab.cost`).
 DINOV2 = {"facebook/dinov2-large": 20e9, "facebook/dinov2-base": 8e9, "facebook/dinov2-small": 0.0}
 DINOV2_SIZE = 224  # pixels; the files have tables for 518, which take six times as many operations
-BOX_SIZE = 96  # pixels: the model in the box has learned from 64, and photos show more
 # Elsewhere: the largest that the kind of machine fine-tunes in reasonable time.
 HUB = {
     "cuda": "google/vit-base-patch16-224-in21k",
@@ -81,5 +80,5 @@ def dinov2(memory: float) -> str:
 
 
 def load_start(name: str) -> Model:
-    size = DINOV2_SIZE if name in DINOV2 else BOX_SIZE if name == box.NAME else None
+    size = DINOV2_SIZE if name in DINOV2 else None
     return load(name, image_size=size)

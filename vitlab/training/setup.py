@@ -34,7 +34,7 @@ from vitlab.training.objectives import start_at_frequency, start_sigmoid
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, difference, is_settled, override, resolve_length, settle
 from vitlab.training.stages import is_staged
-from vitlab.training.start import choose_head, make_provenance
+from vitlab.training.start import choose_head, describe_training, make_provenance
 from vitlab.training.teacher import check_same_teacher, image_bytes, open_teacher
 from vitlab.training.trust import (
     check_trusted_data,
@@ -229,7 +229,8 @@ def settle_run(setup: RunSetup, steps: int, cluster: Cluster) -> RunSetup:
     data = setup.data
     tests = len(data.validation or data.test)
     recipe = resolve_length(settle(setup.recipe, steps), len(data.train), tests, cluster.world)
-    setup = dataclasses.replace(setup, recipe=recipe)
+    provenance = {**setup.provenance, "training": describe_training(recipe)}
+    setup = dataclasses.replace(setup, recipe=recipe, provenance=provenance)
     cluster.agree(lambda: write_run_files(setup, new=False, trial=False))
     return setup
 

@@ -53,14 +53,19 @@ def reorder_head(model: Model, own: tuple[str, ...], classes: tuple[str, ...]) -
 
 def make_provenance(recipe: Recipe, data: Data, start: Model | None) -> dict[str, str]:
     """How a trained model came about: the file that it started from, the data, the training, and what was before."""
-    steps = f"{recipe.steps} steps of {recipe.batch} images, {recipe.objective}, {recipe.optimizer}"
-    training = {"data": data.name, "training": f"{steps}, lr {recipe.lr:g}, seed {recipe.seed}", **name_teacher(recipe)}
+    training = {"data": data.name, "training": describe_training(recipe), **name_teacher(recipe)}
     if recipe.weights is None or start is None:
         return {"source": "from scratch", **training}
     origin = find_origin(recipe.weights)
     earlier = start.card.provenance or {}
     before = {} if earlier == origin else {"before": describe(earlier)}
     return {**origin, **training, **before}
+
+
+def describe_training(recipe: Recipe) -> str:
+    """In a line, for provenance; a run by the clock has its number of steps once its speed is known."""
+    steps = f"{recipe.steps} steps of {recipe.batch} images, {recipe.objective}, {recipe.optimizer}"
+    return f"{steps}, lr {recipe.lr:g}, seed {recipe.seed}"
 
 
 def describe(provenance: Mapping[str, str]) -> str:
