@@ -27,6 +27,7 @@ from torch import Tensor
 
 from vitlab.data.source import ArraySource, Data
 from vitlab.device import sound_kernels
+from vitlab.kernels import fp8_mlp
 from vitlab.kernels.install import use_kernels
 from vitlab.training import trainer as trainer_module
 from vitlab.training.objectives import softmax_loss
@@ -186,6 +187,22 @@ BACKWARD = (
 )
 
 
+def time_rounding(report: Report, model: str) -> None:
+    """Milliseconds of the kernel that rounds an MLP's matrices, by its tile and warps."""
+    images, tokens, heads, width = SHAPES[model]
+    rows, columns = images * tokens, 4 * heads * width
+    x, u = (torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    scale = torch.ones((), device="cuda")
+    for tile, warps in itertools.product(((64, 64), (128, 64), (64, 128), (128, 128), (256, 32)), (4, 8)):
+        with report.part(f"{tile} {warps}"), patch.object(fp8_mlp, "TILE", tile), patch.object(fp8_mlp, "WARPS", warps):
+            times = {
+                what: milliseconds(fp8_mlp.round_turned, x, u, scale, what, what == "slope")
+                for what in ("plain", "gelu", "slope")
+            }
+            found = {what: round(time, 3) for what, time in times.items()}
+            report.add(part="rounding", model=model, tile=tile, warps=warps, **found)
+
+
 # ---- vitlab's own step
 
 
@@ -322,7 +339,9 @@ def time_timm(report: Report, model: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("training_speed.jsonl"))
-    parser.add_argument("--only", nargs="*", default=["check", "attention", "train", "timm"], help="parts to run")
+    parser.add_argument(
+        "--only", nargs="*", default=["check", "attention", "rounding", "train", "fp8", "timm"], help="parts to run"
+    )
     parser.add_argument("--models", nargs="*", default=list(SHAPES))
     parser.add_argument("--limit", type=float, default=540, help="seconds after which no further part begins")
     options = parser.parse_args()
@@ -336,9 +355,13 @@ def main() -> None:
         if "attention" in options.only:
             with report.part(f"{model} attention"):
                 time_attention(report, model)
+        if "rounding" in options.only:
+            with report.part(f"{model} rounding"):
+                time_rounding(report, model)
         if "train" in options.only:
             time_training(report, model, "all", ALL)
             time_training(report, model, "plain", ())
+        if "fp8" in options.only:
             time_training(report, model, "all, fp8", ALL, precision="fp8")
         if "timm" in options.only:
             with report.part(f"{model} timm"):

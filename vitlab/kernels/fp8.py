@@ -85,10 +85,15 @@ def largest(x: Tensor) -> Tensor:
     return x.float().abs().amax()
 
 
-def multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, native: bool) -> Tensor:
-    """(a a_scale) (b b_scale) + bias in bfloat16, with b (I, O) stored by columns; emulated if not native."""
+def multiply(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, native: bool, *, fast: bool = True
+) -> Tensor:
+    """(a a_scale) (b b_scale) + bias in bfloat16, with b (I, O) stored by columns; emulated if not native.
+
+    The fast sums are of about 14 bits, which is enough for hundreds of terms and not for tens of thousands.
+    """
     if native:
-        kinds: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        kinds: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
         return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, bias=bias, **kinds)
     y = (a.float() * a_scale) @ (b.float() * b_scale)
     return (y if bias is None else y + bias).to(torch.bfloat16)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vitlab.kernels.fp8 import Maxima, use_float8
+from vitlab.kernels.fp8_mlp import use_mlps
 from vitlab.kernels.rounding import KEPT, round_weights
 
 
@@ -34,6 +35,8 @@ class WorkingCopy:
         self.cast: list[Tensor] = [cast for _, cast in trained]
         self.float8 = use_float8(self.module) if float8 else {}
         self.maxima = Maxima(self.float8.values())
+        if self.float8:
+            use_mlps(self.module)
 
     def scales(self) -> dict[str, Tensor]:
         """The state of its own that the copy has, by the names of layers."""
