@@ -8,6 +8,7 @@ not compiled, and 8 bits emulated.
 
 import argparse
 import json
+import sys
 import time
 import traceback
 from collections import deque
@@ -43,13 +44,14 @@ PEER, BF16, FP8 = "timm", "engine", "engine fp8"
 
 @contextmanager
 def part(found: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
-    """A part of the result, which may fail without the others."""
+    """A part of the result, which may fail without the others; it is printed as soon as it is there, too."""
     found[name] = {}
     try:
         yield found[name]
     except Exception as error:
         found[name]["error"] = f"{type(error).__name__}: {error}"[:800]
         found[name]["trace"] = traceback.format_exc()[-1500:]
+    print(json.dumps({name: found[name]}), file=sys.stderr, flush=True)
     release_memory()
 
 

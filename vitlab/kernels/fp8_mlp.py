@@ -1,8 +1,8 @@
-"""An MLP whose six products all run in 8 bits, with what lies between them in one pass each.
+"""An MLP whose six products all run in 8 bits, with kernels for what lies between them.
 
 `fp8.py` rounds the forward products and the gradients of inputs, layer by layer, and leaves the rest to torch.compile,
 which reads the large matrices several times: for GELU, for rounding, for the sums that are the gradients of biases, and
-in 16 bits for the gradients of weights. Here each matrix is read once and written in 8 bits as it stands and turned,
+in 16 bits for the gradients of weights. Here each matrix is read once and written in 8 bits, as it stands and turned,
 which is how the gradient of a weight needs both of its factors.
 
 Shapes: M rows, I inputs, F hidden units, O outputs; C columns of any matrix.
@@ -22,7 +22,8 @@ from vitlab.models.vit import MLP
 What = Literal["plain", "gelu", "slope"]
 KINDS: dict[What, int] = {"plain": 0, "gelu": 1, "slope": 2}
 SIDE = 16  # that rows, too, must be multiples of: they are summed over
-TILE, WARPS = (128, 64), 8  # rows and columns of a tile, and how many share it
+TILE, WARPS = (64, 128), 8  # rows and columns that are rounded at a time, and how many warps share them
+WORDS = 32  # of four bytes: the side of what is turned at a time
 
 
 def use_mlps(module: nn.Module) -> None:
@@ -43,8 +44,15 @@ def is_plain(part: MLP) -> bool:
 
 
 def try_rounding(device: torch.device) -> None:
-    x, scale = torch.zeros(SIDE, SIDE, device=device, dtype=torch.bfloat16), torch.ones((), device=device)
-    round_turned(x, x, scale, "slope", gradient=True)[0].cpu()  # waits
+    """Compare the kernel with torch's on a few tiles; compilers of kernels have been seen to give wrong numbers."""
+    x = torch.linspace(-4, 4, 208 * 160, device=device).sin().mul(3).reshape(208, 160).bfloat16()
+    u, scale = x.flip(0), torch.full((), 0.02, device=device)
+    for what, gradient in (("plain", False), ("gelu", False), ("plain", True), ("slope", True)):
+        found = [t.float() for t in triton_round(x, u, scale, what, gradient)]
+        wanted = [t.float() for t in plain_round(x, u, scale, what, gradient)]
+        far = [(a - b).abs() > 0.3 * b.abs() + 0.01 for a, b in zip(found, wanted, strict=True)]
+        if any(bool(each.any()) for each in far):
+            raise ValueError(f"the kernel's numbers are wrong ({what})")
 
 
 def run(part: MLP, x: Tensor) -> Tensor:
@@ -156,11 +164,25 @@ def triton_round(
     from vitlab.kernels.rounding_triton import round_kernel
 
     kind, (rows, columns) = kind_of(gradient), x.shape
-    rounded, turned = x.new_empty(rows, columns, dtype=kind), x.new_empty(columns, rows, dtype=kind)
+    rounded = x.new_empty(rows, columns, dtype=kind)
     tiles = triton.cdiv(rows, TILE[0]), triton.cdiv(columns, TILE[1])
     sums, most = scale.new_empty(tiles[0], columns if gradient else 0), scale.new_empty(tiles)
-    arguments = (x, x if u is None else u.contiguous(), scale, rounded, turned, sums, most, rows, columns)
+    arguments = (x, x if u is None else u.contiguous(), scale, rounded, sums, most, rows, columns)
     sizes = {"SUM": gradient, "LIMIT": LARGEST[kind], "ROWS": TILE[0], "COLUMNS": TILE[1]}
     with torch.cuda.device_of(x):  # Triton launches on the current device
         round_kernel[tiles](*arguments, WHAT=KINDS[what], **sizes, num_warps=WARPS)  # type: ignore[index]
-    return rounded, turned, sums.sum(0), most.amax()
+    return rounded, triton_turn(rounded), sums.sum(0), most.amax()
+
+
+def triton_turn(x: Tensor) -> Tensor:
+    """(C, M) of a matrix of bytes, (M, C), whose sides are multiples of 4."""
+    import triton
+
+    from vitlab.kernels.rounding_triton import turn_kernel
+
+    rows, columns = x.shape
+    turned = x.new_empty(columns, rows)
+    tiles = triton.cdiv(rows, 4 * WORDS), triton.cdiv(columns, 4 * WORDS)
+    with torch.cuda.device_of(x):
+        turn_kernel[tiles](x.view(torch.int32), turned.view(torch.int32), rows, columns, SIDE=WORDS, num_warps=4)
+    return turned
