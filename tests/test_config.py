@@ -22,6 +22,7 @@ CONFIGS: list[ViTConfig | ResNetConfig | StemConfig | Preprocess] = [
     ViTConfig(**VIT, classes=0, pool="mean", attention="axial", positions="2d", placement="every", gelu="tanh"),
     ViTConfig(**VIT, prelogits=5, norm_eps=1e-12, dropout=0.1, drop_path=0.25),
     ResNetConfig((33, 47), (1, 2, 3), 96, 10, "sigma", 1e-3, 1e-4),
+    ResNetConfig((33, 47), (1, 2, 3), 96, attention="axial"),
     StemConfig((3, 4, 9)),
     Preprocess((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bicubic", "stretch", 1.0),
 ]
@@ -187,6 +188,8 @@ def test_wrong_values(wrong: dict[str, Any], word: str) -> None:
         ({"classes": -2}, "classes"),
         ({"norm_eps": -1.0}, "norm_eps"),
         ({"image_size": (0, 4)}, "positive"),
+        ({"attention": "full"}, "attention must be 'none' or 'axial'"),
+        ({"attention": "axial", "stages": (100,), "image_size": (8192, 8)}, "too many cells for axial attention"),
     ],
 )
 def test_wrong_resnets(wrong: dict[str, Any], word: str) -> None:

@@ -9,6 +9,7 @@ from families import FAMILIES, family, mostly_slow
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitlab.cost import Cost, cost, days, forward_flops, quick_cost
+from vitlab.models.config import ResNetConfig
 from vitlab.models.names import LISTED, configure
 from vitlab.models.variants import Model, build, create
 
@@ -116,6 +117,25 @@ def test_axial_flops_closed_form() -> None:
     )
     rows, columns = h * attention_flops(w, d), w * attention_flops(h, d)
     assert found.forward_flops == 2 * 12 * (3 * 64) * d + rows + columns + 2 * (2 * 2 * 12 * d * mlp)
+
+
+def test_axial_resnet_flops_closed_form() -> None:
+    """One stage after another of units whose maps have odd sides; torch's counter on a real image agrees."""
+    c = ResNetConfig((33, 50), (1, 1), width=32, classes=5, attention="axial")
+    first, second = (9, 13), (5, 7)  # cells; the second unit attends before it halves the map
+
+    def attend(h: int, w: int, d: int) -> int:
+        positions = h * w * d * ((2 * w - 1) + (2 * h - 1))
+        return 2 * (h * w * d * 2 * 3 * d + h * w * d * 2 * (w + h) + positions)
+
+    root = 2 * (17 * 25) * 3 * 49 * 32
+    units = 2 * 9 * 13 * (32 * 32 + 32 * 128 + 32 * 128) + attend(*first, 32)
+    units += 2 * (9 * 13 * 128 * 64 + 5 * 7 * (64 * 256 + 128 * 256)) + attend(*first, 64)
+    assert c.grid == second
+    with FlopCounterMode(display=False) as counter:
+        build(c)(torch.zeros(1, 3, *c.image_size))
+    expected = root + units + 2 * 256 * 5
+    assert forward_flops(c) == cost(lambda: build(c)).forward_flops == counter.get_total_flops() == expected
 
 
 def test_activation_bytes_equal_what_autograd_keeps_on_real_tensors() -> None:

@@ -54,14 +54,14 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "no head": {"classes": 0, "positions": "none"},
 }
-ALL = [*KINDS, "hybrid", "resnet", *FAMILIES]
+ALL = [*KINDS, "hybrid", "resnet", "axial resnet", *FAMILIES]
 WRITTEN = ["relative", "every", "attention pool", "axial 2d", "prelogits tanh", "no head", "hybrid", "resnet"]
 WRITTEN += ["CLIP", "SigLIP", "DINOv2", "DINOv2 with registers", "DINOv3", "EVA-02", "DeiT III", "MAE"]
 
 
 def small(kind: str) -> Model:
-    if kind == "resnet":
-        model = build(ResNetConfig((48, 40), (1, 1), 32, 5))
+    if "resnet" in kind:
+        model = build(ResNetConfig((48, 40), (1, 1), 32, 5, attention="axial" if "axial" in kind else "none"))
     elif kind == "hybrid":
         model = build(ViTConfig((32, 48), 1, 1, 32, 64, 2, 5, StemConfig((1, 1), 32)))
     elif kind in FAMILIES:

@@ -274,7 +274,7 @@ def test_a_resnet_has_classes_alone(
     vitlab.save(model, tmp_path / "resnet", preprocess=Preprocess(crop=1.0))
     words = (tmp_path / "resnet", pictures / "a.jpg", "--out", tmp_path / "out")
     printed = run_with_error(monkeypatch, capsys, *words, "--figures", "classes,rollout")
-    assert "is a ResNet: it has no patches, positions or attention" in printed
+    assert "is a ResNet; only transformers have the other figures" in printed
     assert not (tmp_path / "out").exists()
     inspect(monkeypatch, *words)
     assert sorted(file.name for file in (tmp_path / "out" / "a").iterdir()) == [

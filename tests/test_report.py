@@ -339,6 +339,7 @@ def test_descriptions() -> None:
     assert text.startswith("Only the head was trained for 40 steps of 64 images (each training image about 40 times)")
     assert "(each training image about once), at 8 x 8 pixels" in describe_recipe(frozen, 40 * 64, 40)
     assert describe_model(configure("Ti/16", {"depth": 1, "heads": 1})).startswith("1 layer of 1 head, width 192")
+    assert model_name(configure("R50x1", {"attention": "axial"})) == "axial ResNet R50x1"
     assert "SGD with a learning rate of 0.005. Images were cropped to 80 to 100 % of their area." in text
 
 

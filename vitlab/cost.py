@@ -75,9 +75,9 @@ def quick_cost(config: ModelConfig) -> Cost:
 
 
 def is_plain(config: ModelConfig) -> bool:
-    """Whether a model is a ResNet, or a transformer as a name alone makes it, of any shape."""
+    """Whether a model is a ResNet or a transformer as a name alone makes it, of any shape."""
     if isinstance(config, ResNetConfig):
-        return True
+        return config.attention == "none"
     c = config
     return c == ViTConfig(c.image_size, c.patch, c.depth, c.width, c.mlp, c.heads, c.classes, c.stem)
 
@@ -130,11 +130,18 @@ def units(config: ResNetConfig | StemConfig, size: Size) -> Iterator[Unit]:
 
 def convolution_flops(config: ResNetConfig | StemConfig, size: Size) -> int:
     """Operations of a ResNet's root, 7x7, and its units."""
+    is_axial = isinstance(config, ResNetConfig) and config.attention == "axial"
     flops = 2 * area(halve(size)) * 3 * 49 * config.width
     for u in units(config, size):
         flops += 2 * area(u.before) * u.cin * u.mid
-        flops += 2 * area(u.after) * (9 * u.mid**2 + u.mid * 4 * u.mid + (u.cin * 4 * u.mid if u.is_projected else 0))
+        flops += axial_flops(u) if is_axial else 2 * area(u.after) * 9 * u.mid**2
+        flops += 2 * area(u.after) * (u.mid * 4 * u.mid + (u.cin * 4 * u.mid if u.is_projected else 0))
     return flops
+
+
+def axial_flops(u: Unit) -> int:
+    """Operations of a unit's attention along both axes: projections, their products, relative positions."""
+    return sum(2 * area(u.before) * u.mid * (3 * u.mid + 2 * side + (2 * side - 1)) for side in u.before)
 
 
 def halve(size: Size) -> Size:

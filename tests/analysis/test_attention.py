@@ -294,7 +294,7 @@ def test_after_resize(randomize: Fill) -> None:
 
 def test_other_models_are_an_error() -> None:
     resnet = vitlab.build(ResNetConfig((32, 32), (1,), width=32))
-    with pytest.raises(UserError, match="ResNet: it has no patches, tokens or attention"):
+    with pytest.raises(UserError, match="ResNet; patches, tokens and attention"):
         vitlab.attention(resnet, torch.zeros(1, 3, 32, 32))
     with pytest.raises(UserError, match="vitlab model, not Linear"):
         vitlab.attention(nn.Linear(2, 2), torch.zeros(1, 2))  # type: ignore[arg-type]

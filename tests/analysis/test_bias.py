@@ -13,6 +13,7 @@ import vitlab
 from vitlab.analysis.bias import measure_bias, shuffle_tiles, tile_orders, without_positions
 from vitlab.data.loader import Batch
 from vitlab.errors import UserError
+from vitlab.models.config import ResNetConfig
 from vitlab.models.variants import Model
 
 SIDE, COUNT = 16, 12
@@ -144,6 +145,17 @@ def test_a_resnet_has_no_positions_and_rotary_ones_stay() -> None:
     assert without_positions(model) is model
     with pytest.raises(UserError, match="rotary"):
         without_positions(make(rotary="cells", positions="none"))
+
+
+def test_positions_of_an_axial_resnet_are_taken() -> None:
+    """Without them, attention along rows does not care about the order of the columns."""
+    model = vitlab.build(ResNetConfig((16, 16), (1,), width=32, classes=3, attention="axial")).double()
+    nn.init.normal_(model.get_parameter("stages.0.0.conv2.rows.relative.offsets"))
+    blind, placed = (m.get_submodule("stages.0.0.conv2.rows") for m in (without_positions(model), model))
+    x, order = torch.randn(2, 32, 4, 4, dtype=torch.float64), torch.tensor([2, 0, 3, 1])
+    with torch.no_grad():
+        torch.testing.assert_close(blind(x[..., order]), blind(x)[..., order])
+        assert not torch.allclose(placed(x[..., order]), placed(x)[..., order], rtol=1e-2)
 
 
 def test_a_hybrid_is_measured() -> None:

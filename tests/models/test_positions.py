@@ -188,6 +188,22 @@ def test_frozen_positions_stay_frozen(kind: str, place: str) -> None:
     assert not any(p.requires_grad for p in model.parameters())
 
 
+def test_offsets_of_an_axial_resnet_are_resampled_along_their_axis() -> None:
+    """The farthest offsets stay the farthest; whatever has the same cells keeps its rows, and convolutions stay."""
+    model = vitlab.build(ResNetConfig((32, 48), (1, 1), width=32, attention="axial"))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert model.resize((32, 48)).get_parameter("root.weight") is dict(model.named_parameters())["root.weight"]
+    model.resize((32, 80))
+    columns = {"stages.0.0": (12, 20), "stages.1.0": (12, 20)}  # cells of a row: both attend before the map is halved
+    for unit, (old, new) in columns.items():
+        name = f"{unit}.conv2.rows.relative.offsets"
+        found, places = model.get_parameter(name).detach()[0].numpy(), np.linspace(-(old - 1), old - 1, 2 * new - 1)
+        expected = [np.interp(places, range(-(old - 1), old), row) for row in before.pop(name)[0].T.numpy()]
+        np.testing.assert_allclose(found.T, expected, atol=1e-6)
+    for name, old_value in before.items():
+        assert torch.equal(model.get_parameter(name), old_value), name
+
+
 @pytest.mark.parametrize("config", [*(small(positions=kind) for kind, _ in KINDS), ResNetConfig((8, 8), (1,))])
 def test_unknown_mode(config: ModelConfig) -> None:
     with pytest.raises(UserError, match="'bilinear' or 'bicubic', not 'nearest'"):

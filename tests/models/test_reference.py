@@ -191,10 +191,10 @@ def pool_max(x: Array) -> Array:
     return np.stack([piece.max((1, 2)) for piece in pieces], 1).reshape(len(x), *shape)
 
 
-def group_norm(x: Array, w: Weights, name: str, eps: float) -> Array:
+def group_norm(x: Array, w: Weights, name: str, eps: float, groups: int = 32) -> Array:
     out = np.empty_like(x)
-    each = len(x) // 32
-    for g in range(32):
+    each = len(x) // groups
+    for g in range(groups):
         group = x[g * each : (g + 1) * each]
         mean = group.sum() / group.size
         variance = ((group - mean) ** 2).sum() / group.size
@@ -224,10 +224,35 @@ def stem(image: Array, w: Weights, c: StemConfig) -> Array:
     return x
 
 
+def attend_along_rows(x: Array, w: Weights, c: ResNetConfig) -> Array:
+    """Eight heads; queries, keys and values have group norms of their own, and a key depends on its offset."""
+    channels, k = len(x), len(x) // 8
+    qkv = group_norm(convolve(x, w["qkv.weight"], 1, c), w, "norm", c.norm_eps, groups=3 * 32)
+    queries, keys, values = (qkv[i * channels : (i + 1) * channels].reshape(8, k, *x.shape[1:]) for i in range(3))
+    n = x.shape[2]
+    offsets = w["relative.offsets"].reshape(2 * n - 1, 8, k)
+    placed = np.stack([[offsets[i - j + n - 1] for j in range(n)] for i in range(n)])  # (n, n, 8, k)
+    logits = np.einsum("akyi,akyj->ayij", queries, keys) + np.einsum("akyi,ijak->ayij", queries, placed)
+    shares = np.apply_along_axis(softmax, 3, logits / math.sqrt(k))
+    return np.einsum("ayij,akyj->akyi", shares, values).reshape(x.shape)
+
+
+def axial_layer(x: Array, w: Weights, stride: int, c: ResNetConfig) -> Array:
+    """Rows, then columns; then the mean of blocks, which at an odd end have a row or column of cells less."""
+    x = attend_along_rows(x, below(w, "rows"), c)
+    x = attend_along_rows(x.swapaxes(1, 2), below(w, "columns"), c).swapaxes(1, 2)
+    h, across = (range(0, side, stride) for side in x.shape[1:])
+    return np.stack([[x[:, y : y + stride, i : i + stride].mean((1, 2)) for i in across] for y in h]).transpose(2, 0, 1)
+
+
 def bit_unit(x: Array, w: Weights, stride: int, c: ResNetConfig) -> Array:
     active = relu(group_norm(x, w, "norm1", c.norm_eps))
     y = convolve(active, w["conv1.weight"], 1, c)
-    y = convolve(relu(group_norm(y, w, "norm2", c.norm_eps)), w["conv2.weight"], stride, c)
+    y = relu(group_norm(y, w, "norm2", c.norm_eps))
+    if c.attention == "axial":
+        y = axial_layer(y, below(w, "conv2"), stride, c)
+    else:
+        y = convolve(y, w["conv2.weight"], stride, c)
     y = convolve(relu(group_norm(y, w, "norm3", c.norm_eps)), w["conv3.weight"], 1, c)
     return y + (convolve(active, w["shortcut.weight"], stride, c) if "shortcut.weight" in w else x)
 
@@ -299,6 +324,9 @@ CONFIGS: dict[str, ModelConfig] = {
     "BiT, sigma": ResNetConfig((40, 24), (1, 2), 64, 5, "sigma", standardize_eps=1e-3, norm_eps=1e-2),
     "BiT, sides that do not halve": ResNetConfig((23, 37), (1, 1, 1), width=32, classes=5),
     "BiT, one cell": ResNetConfig((7, 8), (1, 1), width=64, classes=5),
+    "AxialResNet": ResNetConfig((24, 40), (2, 1), width=32, classes=5, attention="axial"),
+    "AxialResNet, sides that do not halve": ResNetConfig((23, 37), (1, 1, 1), width=32, classes=5, attention="axial"),
+    "AxialResNet, one cell": ResNetConfig((7, 8), (1, 1), width=64, classes=5, attention="axial", norm_eps=1e-2),
 }
 
 

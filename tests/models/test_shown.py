@@ -95,6 +95,9 @@ def test_what_cannot_be_shown_is_one_line() -> None:
     relative = vitlab.create("Ti/8", image_size=32, depth=1, positions="relative")
     with pytest.raises(UserError, match=r"^relative positions .* leave small_size$"):
         show(relative, (24, 24))
+    axial = ResNetConfig(image_size=(32, 32), stages=(1,), width=32, attention="axial")
+    with pytest.raises(UserError, match=r"^a ResNet's axial attention .* leave small_size$"):
+        show(vitlab.build(axial), (24, 24))
     with pytest.raises(UserError, match="do not divide an image of 20x20: use 16 or 24 for 20"):
         show(vitlab.create("Ti/8", image_size=32, depth=1), (20, 20))
 

@@ -39,6 +39,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "hybrid": small(stem=StemConfig((1, 1, 1), width=32), patch=1, depth=1),
     "root": small(stem=StemConfig((), width=32), patch=4, depth=1),
     "BiT": ResNetConfig(SMALL, (1, 1), width=32, classes=5),
+    "AxialResNet": ResNetConfig(SMALL, (1, 1), width=32, classes=5, attention="axial"),
     **{name: family(name) for name in FAMILIES},
 }
 each = pytest.mark.parametrize("name", mostly_slow(CONFIGS, *(CONFIGS.keys() - FAMILIES.keys()), *QUICK))
@@ -359,7 +360,7 @@ def test_impossible_resize_changes_nothing(name: str) -> None:
         with pytest.raises(UserError) as caught:
             model.resize(size)  # type: ignore[arg-type]
         assert "image_size" in one_sentence(caught.value)
-    if name != "BiT":
+    if isinstance(CONFIGS[name], ViTConfig):
         with pytest.raises(UserError, match="32 or 48"):
             model.resize((32, 40))
     assert model.config == CONFIGS[name]

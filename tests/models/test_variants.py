@@ -138,6 +138,7 @@ def test_stem_of_r50_with_patch_16_moves_stage_four_into_three() -> None:
         ("B/16", {"attention": "axial", "pool": "token"}, ["axial", "class token", "pool='mean'"]),
         ("R50x1", {"pool": "mean"}, ["R50x1 is a ResNet", "'pool'"]),
         ("R50x1", {"width": 64}, ["R50x1 is a ResNet", "'width'"]),
+        ("R50x1", {"attention": "full"}, ["attention", "'none' or 'axial'", "'full'"]),
     ],
 )
 def test_bad_names_and_settings_get_one_sentence(name: str, settings: dict[str, object], words: list[str]) -> None:

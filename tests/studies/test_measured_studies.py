@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import dataclasses
 import json
 import shlex
 import sys
@@ -109,6 +110,18 @@ def test_speed_is_measured_without_training(tmp_path: Path) -> None:
     layer = tokens * (4 * width * width + 2 * width * mlp) + 2 * tokens * tokens * width
     operations = 2 * (2 * layer + 4 * 16 * 16 * 3 * width + 1000 * width)
     assert float(lines["Ti16-32"]["GFLOPs mean"]) == pytest.approx(operations / 1e9)
+
+
+def test_axial_models_differ_from_plain_ones_in_attention_alone() -> None:
+    """A row each of both kinds of ViT and of the ResNet, as figure 13 has them."""
+    request = make_request(STUDIES["axial"], ("device=cpu",))
+    runs = {row.name: row.trained.settings() for row in STUDIES["axial"].rows(request, 0) if row.trained is not None}
+    axial = {name for name in runs if name.startswith("axial-")}
+    assert axial == {f"axial-{name}" for name in runs.keys() - axial} == {"axial-Ti16", "axial-Ti8", "axial-R50x1"}
+    for name in axial:
+        plain = runs[name.removeprefix("axial-")]
+        settings = plain.model_settings | {"attention": "axial"}
+        assert runs[name] == dataclasses.replace(plain, model_settings=settings)
 
 
 @pytest.mark.slow

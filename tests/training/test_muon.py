@@ -32,6 +32,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "attention pool": lambda: vitlab.create("Ti/16", **SMALL, pool="attention"),
     "hybrid": lambda: build(ViTConfig((32, 32), 1, 2, 64, 96, 4, 3, stem=StemConfig((1, 1), 32))),
     "resnet": lambda: build(ResNetConfig((32, 32), (1, 1), 32, 3)),
+    "axial resnet": lambda: build(ResNetConfig((32, 32), (1, 1), 32, 3, attention="axial")),
 }
 
 
@@ -124,7 +125,7 @@ def test_everything_else_is_adamw_of_torch(kind: str) -> None:
             give_gradients(model, step)
             own.step()
     hidden = hidden_matrices(ours)
-    outside = {"embed.weight", "head.weight"} if kind != "resnet" else {"root.weight", "head.weight"}
+    outside = {"embed.weight", "head.weight"} if "resnet" not in kind else {"root.weight", "head.weight"}
     outside |= {"stem.root.weight"} if kind == "hybrid" else set()
     kernels = {f"{name}.weight" for name, m in ours.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
     assert set(hidden) == kernels - outside

@@ -35,6 +35,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     *[(to, vit(pool="attention"), "attention") for to in ("huggingface", "torchvision", "google")],
     *[(to, vit(stem=TIMM_STEM, patch=1), "stem") for to in ("timm", "huggingface", "torchvision")],
     *[(to, BIT, "ResNet") for to in ("huggingface", "torchvision")],
+    *[(to, dataclasses.replace(BIT, attention="axial"), "axial attention") for to in ("timm", "google")],
     *[(to, vit(norm_eps=1e-12), "norm_eps=1e-12") for to in ("timm", "torchvision", "google")],
     ("torchvision", vit(image_size=(16, 24)), "16x24"),
     ("timm", vit(prelogits=9), "pre-logits"),

@@ -36,6 +36,7 @@ CONFIGS: dict[str, Any] = {
     "no head, dropout": dataclasses.replace(VIT, classes=0, dropout=0.1, drop_path=0.2),
     "stem": dataclasses.replace(VIT, stem=StemConfig((1, 2), 32, "variance", 1e-8, 1e-5), patch=1),
     "ResNet": ResNetConfig((20, 30), (1, 1), 32, classes=3),
+    "AxialResNet": ResNetConfig((20, 30), (1, 1), 32, classes=3, attention="axial"),
 }
 
 

@@ -57,7 +57,7 @@ def check_vit(model: nn.Module) -> ViT:
     """Return the ViT, without torch.compile's wrapper; any other model is a UserError."""
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, ResNet):
-        raise UserError("this model is a ResNet: it has no patches, tokens or attention to inspect")
+        raise UserError("this model is a ResNet; patches, tokens and attention are those of transformers alone")
     if not isinstance(inner, ViT):
         raise UserError(f"this takes a vitlab model, not {type(inner).__name__}")
     return inner

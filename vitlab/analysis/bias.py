@@ -21,6 +21,7 @@ from vitlab.errors import UserError
 from vitlab.models.positions import Axes, Relative, Table
 from vitlab.models.resnet import ResNet
 from vitlab.models.variants import Model
+from vitlab.models.vit import ViT
 
 Doubles = NDArray[np.float64]
 WAYS = ((1, 0), (-1, 0), (0, 1), (0, -1))  # down, up, right, left
@@ -95,12 +96,12 @@ def shuffle_tiles(images: Tensor, side: int, order: Tensor) -> Tensor:
 def without_positions(model: Model) -> Model:
     """A copy in which every patch has the same position, the mean of all; that of the class token stays.
 
-    A model without any is returned as it is, such as a ResNet. Raises UserError for rotary positions, which are part of
-    how queries and keys meet.
+    A model without any is returned as it is, such as a plain ResNet. Raises UserError for rotary positions, which are
+    part of how queries and keys meet.
     """
-    if isinstance(model, ResNet):
+    if isinstance(model, ResNet) and model.config.attention == "none":
         return model
-    if model.rotary is not None:
+    if isinstance(model, ViT) and model.rotary is not None:
         raise UserError("rotary positions cannot be taken from a model that has learned with them")
     blind = copy.deepcopy(model)
     for module in blind.modules():

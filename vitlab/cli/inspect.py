@@ -58,7 +58,7 @@ def inspect(
     model = load(run, image_size=size)
     names = names or (("classes",) if isinstance(model, ResNet) else FIGURES)
     if isinstance(model, ResNet) and set(names) & set(FIGURES) - {"classes"}:
-        raise UserError(f"{run} is a ResNet: it has no patches, positions or attention; draw --figures classes of it")
+        raise UserError(f"{run} is a ResNet; only transformers have the other figures: draw --figures classes of it")
     chosen = None if not classes else [find_class(model, word) for word in classes]
     gallery = Gallery(model.float().to(place), out, names, layers, heads, chosen)
     gallery.write(paths, lambda line: console.print(line, soft_wrap=True))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vitlab.models.axial import AxialBlock
 from vitlab.models.positions import Axes, Relative, Table
-from vitlab.models.resnet import ResNet, SameConv, StdConv, Stem
+from vitlab.models.resnet import AxialAttention, ResNet, SameConv, StdConv, Stem
 from vitlab.models.rotary import Rotary, channel_tables, coordinates, turn_rates
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
@@ -99,7 +99,7 @@ class Half(nn.Module):
 
 
 class AnySize:
-    """A module of a ViT that needs the patches down and across, h and w, of the images being computed."""
+    """A module that needs the patches or cells down and across, h and w, of the images being computed."""
 
     new_grid: list[int]  # shared by all modules of a model
 
@@ -140,6 +140,12 @@ class AnyRelative(Relative, AnySize):
         return logits.gather(-1, index.expand(*logits.shape[:2], -1, -1))  # (B, H, N, N)
 
 
+class AnyAxialAttention(AxialAttention, AnySize):
+    def forward(self, x: Tensor) -> Tensor:
+        self.new_grid[:] = 1, x.shape[3]  # of its relative positions: every map of a ResNet has other sides
+        return super().forward(x)
+
+
 class AnyRotary(Rotary, AnySize):
     """Rotary positions whose cosines and sines are computed in the graph."""
 
@@ -156,6 +162,7 @@ ANY_SIZE: dict[type[nn.Module], type[nn.Module]] = {
     Table: AnyTable,
     Axes: AnyAxes,
     Relative: AnyRelative,
+    AxialAttention: AnyAxialAttention,
     Rotary: AnyRotary,
 }
 
@@ -163,7 +170,7 @@ ANY_SIZE: dict[type[nn.Module], type[nn.Module]] = {
 def any_size(model: Model) -> Model:
     """Change a traceable model, in place, to one for images of any size, as `resize` would make it for each."""
     grid = [0, 0]
-    for module in model.modules():  # a ResNet has none of these
+    for module in model.modules():  # a plain ResNet has none of these
         module.__class__ = ANY_SIZE.get(type(module), type(module))
         if isinstance(module, AnySize):
             module.new_grid = grid

@@ -12,6 +12,7 @@ Pool = Literal["token", "mean", "attention", "token_mean"]
 PositionKind = Literal["none", "1d", "2d", "relative", "sinusoidal", "sincos2d"]
 Placement = Literal["stem", "every", "shared"]
 AttentionKind = Literal["full", "axial"]
+UnitAttention = Literal["none", "axial"]
 PrefixPositions = Literal["token", "all", "none"]
 FinalNorm = Literal["tokens", "pooled", "none"]
 QkvBias = Literal["all", "qv", "none"]
@@ -28,7 +29,7 @@ Color = tuple[float, float, float]
 # Limits for configs from untrusted files: without them one number could take all memory.
 LARGEST_SIDE = 8192  # of the model's input, in pixels
 MOST_ANGLES = 1 << 22  # of rotary positions, which no file holds: a config alone must not fill the memory
-MOST_OFFSETS = 1 << 27  # pairs of tokens in all layers of relative positions, for the same reason
+MOST_OFFSETS = 1 << 27  # pairs of tokens or cells in all layers of relative positions, for the same reason
 MOST_LAYERS, MOST_WIDTH, MOST_CLASSES, MOST_REGISTERS = 1000, 1 << 16, 1_000_000, 1024
 GROUPS = 32  # of a ResNet's group norms
 ROTARY_LAYOUT, ROTARY_BASE = "pairs", 1e4  # where there are no rotary positions
@@ -234,7 +235,7 @@ class ViTConfig:
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """A BiT ResNet: pre-activation bottlenecks, group norm, weight-standardized convolutions."""
+    """A BiT ResNet: pre-activation bottlenecks, group norm, weight-standardized convolutions; plain or axial."""
 
     image_size: ImageSize
     stages: Annotated[tuple[int, ...], "units of each stage"]
@@ -243,6 +244,7 @@ class ResNetConfig:
     standardize: Annotated[Standardize, "what weight standardization divides by"] = "variance"
     standardize_eps: Annotated[float, POSITIVE, "eps of the weight standardization"] = 1e-10
     norm_eps: Annotated[float, POSITIVE, "eps of the group norms"] = 1e-5
+    attention: Annotated[UnitAttention, "none, or axial attention in place of the 3x3 convolutions"] = "none"
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -250,6 +252,9 @@ class ResNetConfig:
         if not self.stages:
             raise UserError("a ResNet needs at least one stage")
         check_size(self.image_size, 1)
+        if self.attention == "axial" and sum(h**2 + w**2 for h, w in unit_grids(self)) > MOST_OFFSETS:
+            shape = f"{self.image_size[0]}x{self.image_size[1]}"
+            raise UserError(f"images of {shape} have too many cells for axial attention; use smaller ones")
 
     @property
     def channels(self) -> int:
@@ -280,6 +285,15 @@ def stages(c: StemConfig | ResNetConfig) -> Iterator[list[tuple[int, int, int]]]
         mid = c.width * 2**i
         yield [(cin, mid, 1 if i == 0 else 2)] + [(4 * mid, mid, 1)] * (units - 1)
         cin = 4 * mid
+
+
+def unit_grids(c: ResNetConfig) -> Iterator[Size]:
+    """Cells of each unit's input, down and across: the root's stride is 4, and every stride-2 step rounds up."""
+    total = 4
+    for stage in stages(c):
+        for _, _, stride in stage:
+            yield -(-c.image_size[0] // total), -(-c.image_size[1] // total)
+            total *= stride
 
 
 @dataclass(frozen=True)

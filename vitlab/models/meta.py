@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from vitlab.errors import UserError
 from vitlab.models.config import ModelConfig, ViTConfig
-from vitlab.models.positions import Relative, offset_index
+from vitlab.models.positions import Relative
 from vitlab.models.rotary import Rotary
 from vitlab.models.variants import Model, build
 from vitlab.text import brief
@@ -42,7 +42,7 @@ def fill_model(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Model:
     model.load_state_dict(dict(tensors), assign=True)
     for module in model.modules():  # tables that no file holds
         if isinstance(module, Relative):
-            module.index = offset_index(model.config.grid, len(module.token) > 0)
+            module.number()
         elif isinstance(module, Rotary) and isinstance(config, ViTConfig):  # in the weights' precision
             module.to(next(iter(tensors.values())).dtype).place(config)
     return model.eval()

@@ -154,15 +154,15 @@ class Relative(nn.Module):
 
     index: Tensor
 
-    def __init__(self, c: ViTConfig) -> None:
+    def __init__(self, grid: Size, width: int, heads: int, token: bool) -> None:
         super().__init__()
-        h, w = c.grid
-        self.heads = c.heads
-        self.offsets = nn.Parameter(torch.empty(2 * h - 1, 2 * w - 1, c.width))
-        self.token = nn.Parameter(torch.empty(3 * int(c.token), c.width))
+        h, w = grid
+        self.heads = heads
+        self.offsets = nn.Parameter(torch.empty(2 * h - 1, 2 * w - 1, width))
+        self.token = nn.Parameter(torch.empty(3 * int(token), width))
         for table in self.parameters():
             nn.init.normal_(table, std=INIT)
-        self.register_buffer("index", offset_index(c.grid, c.token), persistent=False)
+        self.register_buffer("index", offset_index(grid, token), persistent=False)
 
     def forward(self, q: Tensor) -> Tensor:
         rows = torch.cat([self.offsets.flatten(0, 1), self.token])  # (R, D)
@@ -173,7 +173,12 @@ class Relative(nn.Module):
     def resize(self, grid: Size, mode: Resample) -> None:
         h, w = grid
         self.offsets = replace_parameter(self.offsets, resample(self.offsets, (2 * h - 1, 2 * w - 1), mode))
-        self.index = offset_index(grid, len(self.token) > 0).to(self.offsets.device)
+        self.number()
+
+    def number(self) -> None:
+        """Find the row of each pair in the table, as large as it is."""
+        h, w = ((side + 1) // 2 for side in self.offsets.shape[:2])
+        self.index = offset_index((h, w), len(self.token) > 0).to(self.offsets.device)
 
 
 def offset_index(grid: Size, token: bool) -> Tensor:

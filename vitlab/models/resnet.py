@@ -4,10 +4,13 @@ Both are made of bottlenecks with group norm and weight-standardized convolution
 (norm, ReLU, convolution) with symmetric padding; the hybrid's are post-activation with "SAME" padding, which for
 an even side pads one more after than before.
 
-Shapes: B batch, C channels, h and w cells down and across.
+AxialResNet (the paper's appendix D.6) is BiT with axial attention in place of the 3x3 convolutions.
+
+Shapes: B batch, C channels, h and w cells down and across, H heads, K = C/H head width.
 """
 
 import dataclasses
+import math
 from typing import Self
 
 import torch
@@ -16,9 +19,11 @@ from torch import Tensor, nn
 
 from vitlab.models.base import ImageModel
 from vitlab.models.card import Card
-from vitlab.models.config import GROUPS, ResNetConfig, Size, StemConfig, as_size, stages
+from vitlab.models.config import GROUPS, ResNetConfig, Size, StemConfig, as_size, stages, unit_grids
 from vitlab.models.images import check_images
-from vitlab.models.positions import Resample, check_mode
+from vitlab.models.positions import Relative, Resample, check_mode
+
+HEADS = 8  # of axial attention in a ResNet
 
 
 class StdConv(nn.Conv2d):
@@ -65,10 +70,12 @@ def group_norm(c: StemConfig | ResNetConfig, channels: int) -> nn.GroupNorm:
 class BiTUnit(nn.Module):
     """Pre-activation bottleneck; a projected shortcut starts from the activated input."""
 
-    def __init__(self, c: ResNetConfig, cin: int, mid: int, stride: int) -> None:
+    def __init__(self, c: ResNetConfig, cin: int, mid: int, stride: int, grid: Size) -> None:
         super().__init__()
+        is_axial = c.attention == "axial"
         self.norm1, self.conv1 = group_norm(c, cin), StdConv(c, cin, mid, 1)
-        self.norm2, self.conv2 = group_norm(c, mid), StdConv(c, mid, mid, 3, stride)
+        self.norm2 = group_norm(c, mid)
+        self.conv2 = AxialLayer(c, mid, stride, grid) if is_axial else StdConv(c, mid, mid, 3, stride)
         self.norm3, self.conv3 = group_norm(c, mid), StdConv(c, mid, 4 * mid, 1)
         project = stride != 1 or cin != 4 * mid
         self.shortcut = StdConv(c, cin, 4 * mid, 1, stride) if project else None
@@ -90,7 +97,10 @@ class ResNet(ImageModel):
         c = self.config = config
         self.card = Card()
         self.root = StdConv(c, 3, c.width, 7, stride=2)
-        self.stages = nn.ModuleList(nn.Sequential(*(BiTUnit(c, *unit) for unit in stage)) for stage in stages(c))
+        grids = unit_grids(c)
+        self.stages = nn.ModuleList(
+            nn.Sequential(*(BiTUnit(c, *unit, next(grids)) for unit in stage)) for stage in stages(c)
+        )
         self.norm = group_norm(c, c.channels)
         self.head = nn.Linear(c.channels, c.classes) if c.classes else None
         if self.head is not None:
@@ -116,10 +126,59 @@ class ResNet(ImageModel):
         return F.relu(self.norm(x)).flatten(2).transpose(1, 2)
 
     def resize(self, image_size: int | Size, mode: Resample = "bilinear") -> Self:
-        """Take images of another size, in place; convolutions have no positions, so no weight changes."""
+        """Take images of another size, in place: convolutions stay, the positions of axial attention are resampled.
+
+        These become new parameters: resize before making an optimizer.
+        """
         check_mode(mode)
-        self.config, self.shown = dataclasses.replace(self.config, image_size=as_size(image_size)), None
+        config = dataclasses.replace(self.config, image_size=as_size(image_size))
+        layers = [module for module in self.modules() if isinstance(module, AxialLayer)]
+        if config != self.config and layers:
+            for layer, grid in zip(layers, unit_grids(config), strict=True):
+                layer.resize(grid, mode)
+        self.config, self.shown = config, None
         return self
+
+
+# ---- axial attention in place of BiT's 3x3 convolutions
+
+
+class AxialLayer(nn.Module):
+    """Attention along rows, then along columns; the mean of 2x2 cells follows where the convolution has stride 2."""
+
+    def __init__(self, c: ResNetConfig, channels: int, stride: int, grid: Size) -> None:
+        super().__init__()
+        self.rows, self.columns = (AxialAttention(c, channels, side) for side in reversed(grid))
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.columns(self.rows(x).mT).mT
+        return F.avg_pool2d(x, self.stride, ceil_mode=True) if self.stride > 1 else x
+
+    def resize(self, grid: Size, mode: Resample) -> None:
+        for attention, side in zip((self.rows, self.columns), reversed(grid), strict=True):
+            attention.relative.resize((1, side), mode)
+
+
+class AxialAttention(nn.Module):
+    """Multi-head self-attention among the cells of each row of a map, with learned relative positions.
+
+    As in Axial-DeepLab (Wang et al. 2020), queries, keys and values are normed and the heads are not projected: the
+    convolution after them does that. Its norms are BiT's here, and a position adds to the logits of a query alone.
+    """
+
+    def __init__(self, c: ResNetConfig, channels: int, side: int) -> None:
+        super().__init__()
+        self.qkv = StdConv(c, channels, 3 * channels, 1)
+        self.norm = nn.GroupNorm(3 * GROUPS, 3 * channels, c.norm_eps)  # no group has channels of two of them
+        self.relative = Relative((1, side), channels, HEADS, token=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, C, h, w)
+        qkv = self.norm(self.qkv(x)).unflatten(1, (3, HEADS, -1))  # (B, 3, H, K, h, w)
+        q, k, v = qkv.permute(1, 0, 4, 2, 5, 3).flatten(1, 2).unbind(0)  # (Bh, H, w, K)
+        bias = self.relative(q) / math.sqrt(q.shape[-1])  # (Bh, H, w, w)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return y.unflatten(0, (x.shape[0], x.shape[2])).permute(0, 2, 4, 1, 3).flatten(1, 2)
 
 
 # ---- the hybrid's stem

@@ -4,7 +4,7 @@ import dataclasses
 
 from vitlab.errors import UserError
 from vitlab.models.axial import AxialBlock
-from vitlab.models.config import ModelConfig, Size, ViTConfig
+from vitlab.models.config import ModelConfig, ResNetConfig, Size, ViTConfig
 from vitlab.models.positions import Axes, Table
 from vitlab.models.rotary import Rotary
 from vitlab.models.variants import Model
@@ -14,6 +14,8 @@ def shown_config(config: ModelConfig, size: Size) -> ModelConfig:
     """The config of a model that is shown images of a size; UserError where it cannot take them."""
     if isinstance(config, ViTConfig) and config.positions == "relative":
         raise UserError("relative positions have a table for one grid of patches alone; leave small_size")
+    if isinstance(config, ResNetConfig) and config.attention == "axial":
+        raise UserError("a ResNet's axial attention has positions for one size of images alone; leave small_size")
     return dataclasses.replace(config, image_size=size)
 
 

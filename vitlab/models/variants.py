@@ -18,7 +18,8 @@ def create(name: str, **settings: Any) -> Model:
     Args:
         name: size/patch such as "B/16", stem+size/patch such as "R50+B/16", or a ResNet such as "R50x1".
         settings: any of those below; None stands for the variant's own value. Depth, width, mlp and heads follow
-            from the size; axial attention pools by mean; a ResNet has only image_size, classes and norm_eps.
+            from the size; axial attention pools by mean; a ResNet has only image_size, classes, norm_eps
+            and attention="axial".
 
     Returns:
         The model in training mode on the CPU: `model(images)` takes (B, 3, height, width) to logits (B, classes),

@@ -222,7 +222,7 @@ class Attention(nn.Module):
         self.norm = norm_if(c.attention_norm, c.width, c)
         self.out = nn.Linear(c.width, c.width)
         self.dropout = nn.Dropout(c.dropout)
-        self.relative = Relative(c) if c.positions == "relative" else None
+        self.relative = Relative(c.grid, c.width, c.heads, c.token) if c.positions == "relative" else None
 
     def forward(self, x: Tensor, rotary: Turn | None = None) -> Tensor:
         q, k, v, bias = self.project(x, rotary)

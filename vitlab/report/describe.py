@@ -12,7 +12,8 @@ def model_name(config: ModelConfig) -> str:
     """ViT-B/16 where it is a model of the paper, else its kind."""
     name = name_of(config)
     if isinstance(config, ResNetConfig):
-        return f"ResNet {name}" if name else "ResNet"
+        kind = "axial ResNet" if config.attention == "axial" else "ResNet"
+        return f"{kind} {name}" if name else kind
     if config.stem is not None:
         return f"hybrid {name}" if name else "hybrid ViT"
     kind = "axial ViT" if config.attention == "axial" else "ViT"

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vitlab.models.resnet import AxialAttention
 from vitlab.models.vit import MLP, Attention, SwiGLU
 from vitlab.training.owners import Owners
 
@@ -49,7 +50,7 @@ def hidden_matrices(module: nn.Module) -> dict[str, Shape]:
     """
     parts: dict[str, int] = {}
     for name, part in module.named_modules():
-        if isinstance(part, Attention):
+        if isinstance(part, Attention | AxialAttention):
             parts |= {f"{name}.qkv": 3, f"{name}.qkv.lora_b": 3}
         elif isinstance(part, MLP) and isinstance(part.gelu, SwiGLU):
             parts |= {f"{name}.up": 2, f"{name}.up.lora_b": 2}

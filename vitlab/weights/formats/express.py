@@ -53,6 +53,13 @@ def check_vit(
     return c
 
 
+def check_resnet(c: ResNetConfig, target: str, fixed: FormatDefaults) -> None:
+    """Refuse a ResNet that is not plain, or not as the target needs it."""
+    if c.attention != "none":
+        raise cannot_express(target, "a ResNet with axial attention")
+    check_settings(c, target, fixed)
+
+
 def check_settings(c: ModelConfig, target: str, fixed: FormatDefaults) -> None:
     """Refuse a model whose settings differ from those that are fixed in the target."""
     pairs = [(name, value, vars(fixed)[name]) for name, value in vars(settings_of(c)).items()]

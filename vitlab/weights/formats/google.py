@@ -19,7 +19,7 @@ from vitlab.errors import UserError
 from vitlab.models.card import Card
 from vitlab.models.config import ModelConfig, Pool, Preprocess, ResNetConfig, Size
 from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
-from vitlab.weights.formats.express import cannot_express, check_settings, check_vit
+from vitlab.weights.formats.express import cannot_express, check_resnet, check_settings, check_vit
 from vitlab.weights.formats.google_names import (
     BIG_VISION,
     PUBLISHED,
@@ -241,7 +241,7 @@ def check_expressible(c: ModelConfig, names: str = "published") -> None:
     if isinstance(c, ResNetConfig):
         if target != NAME:
             raise cannot_express(target, "a ResNet")
-        return check_settings(c, target, BIT)
+        return check_resnet(c, target, BIT)
     newest = STYLES[names] is BIG_VISION
     pools: tuple[Pool, ...] = ("token", "mean", "attention") if newest else ("token", "mean")
     c = check_vit(c, target, stem=not newest, pools=pools)

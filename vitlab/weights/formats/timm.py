@@ -19,7 +19,7 @@ from vitlab.models.card import Card
 from vitlab.models.config import Fit, ModelConfig, Pool, Preprocess, ResNetConfig, Size, ViTConfig, as_size
 from vitlab.settings import from_json
 from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
-from vitlab.weights.formats.express import check_settings, check_vit
+from vitlab.weights.formats.express import check_resnet, check_settings, check_vit
 from vitlab.weights.formats.shapes import count_units, default_heads, read_resnet, read_vit, stored_shape
 from vitlab.weights.formats.table import expand, from_vitlab, refuse_foreign
 from vitlab.weights.formats.timm_describe import (
@@ -261,7 +261,7 @@ def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: 
 
 def check_expressible(c: ModelConfig) -> None:
     if isinstance(c, ResNetConfig):
-        return check_settings(c, NAME, STD)
+        return check_resnet(c, NAME, STD)
     pools: tuple[Pool, ...] = ("token", "mean", "attention")
     gelus = tuple(ACTIVATIONS.values())
     c = check_vit(c, NAME, stem=True, pools=pools, positions=("1d", "none"), gelus=gelus, fields=FIELDS)
