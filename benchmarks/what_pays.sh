@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# What helps a small ViT in a fixed time on one GPU: benchmarks/what_pays.sh OUT [NAME...]
+# TINY names Tiny-ImageNet. Four runs share the GPU at a time, and each has the same minutes (MINUTES, 5): a change that
+# makes a step cheaper gets more of them. The seeds of the first row say how much of a difference is chance.
+set -euo pipefail
+out=$1
+shift
+mkdir -p "$out"
+
+variants() {
+  cat <<'END'
+seed-0
+seed-1 seed=1
+seed-2 seed=2
+adamw optimizer=adamw lr=1e-3
+pool-token pool=token
+pool-attention pool=attention
+batch-1024 batch=1024 lr=0.0056 warmup=100
+batch-256 batch=256 lr=0.0028 warmup=400
+plain-end plain_end=0.1
+weak mixup=0.2 cutmix=0
+no-randaugment randaugment=0,0
+small-first small_size=48
+small-longer small_size=48 small_start=0.75
+patch-dropout patch_dropout=0.25
+ema-0.998 ema=0.998
+ema-0.9995 ema=0.9995
+qk-norm qk_norm=true
+rotary rotary=cells positions=none
+wsd decay=wsd
+cosine decay=cosine
+drop-path-0 drop_path=0
+wider width=320 heads=5 mlp=1280 depth=6
+END
+}
+
+run() {
+  local name=$1
+  shift
+  python -c "from vitlab.cli import main; main()" train tiny-imagenet data="$TINY" batch=512 optimizer=muon lr=0.004 \
+    warmup=200 decay=linear ema=0.999 minutes="${MINUTES:-5}" "$@" --out "$out/$name" >"$out/$name.log" 2>&1 ||
+    echo "$name failed: $(tail -n 1 "$out/$name.log")"
+  echo "$name: $(grep -a -o 'minutes=.*steps\|test: accuracy [0-9.]*%' "$out/$name.log" | tr '\n' ' ')"
+}
+
+while read -r name settings; do
+  if [ $# -gt 0 ] && [[ " $* " != *" $name "* ]]; then continue; fi
+  while [ "$(jobs -rp | wc -l)" -ge "${AT_ONCE:-4}" ]; do wait -n; done
+  # shellcheck disable=SC2086  # settings are words
+  run "$name" $settings &
+done < <(variants)
+wait
