@@ -27,7 +27,7 @@ from torch import Tensor
 
 from vitlab.data.source import ArraySource, Data
 from vitlab.device import sound_kernels
-from vitlab.kernels import fp8_mlp
+from vitlab.kernels import fp8_rounding
 from vitlab.kernels.install import use_kernels
 from vitlab.training import trainer as trainer_module
 from vitlab.training.objectives import softmax_loss
@@ -194,9 +194,13 @@ def time_rounding(report: Report, model: str) -> None:
     x, u = (torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     scale = torch.ones((), device="cuda")
     for tile, warps in itertools.product(((64, 64), (128, 64), (64, 128), (128, 128), (256, 32)), (4, 8)):
-        with report.part(f"{tile} {warps}"), patch.object(fp8_mlp, "TILE", tile), patch.object(fp8_mlp, "WARPS", warps):
+        with (
+            report.part(f"{tile} {warps}"),
+            patch.object(fp8_rounding, "TILE", tile),
+            patch.object(fp8_rounding, "WARPS", warps),
+        ):
             times = {
-                what: milliseconds(fp8_mlp.round_turned, x, u, scale, what, what == "slope")
+                what: milliseconds(fp8_rounding.round_turned, x, u, scale, what, what == "slope")
                 for what in ("plain", "gelu", "slope")
             }
             found = {what: round(time, 3) for what, time in times.items()}

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch.nn.functional import gelu
 
-from vitlab.kernels import fp8_mlp
+from vitlab.kernels import fp8_rounding
 
 if __name__ == "__main__":
     torch.manual_seed(0)
@@ -20,14 +20,14 @@ if __name__ == "__main__":
     found: dict[str, dict[str, float]] = {}
     limits = {torch.float32: 448.0}
     numbers = torch.randint(-128, 128, (144, 80), dtype=torch.int8)
-    found["bytes"] = {"turned": bool((fp8_mlp.triton_turn(numbers) == numbers.t()).all())}
+    found["bytes"] = {"turned": bool((fp8_rounding.triton_turn(numbers) == numbers.t()).all())}
     with (
-        patch.object(fp8_mlp, "kind_of", lambda gradient: torch.float32),
-        patch.object(fp8_mlp, "LARGEST", limits),
-        patch.object(fp8_mlp, "triton_turn", lambda x: x.t()),  # of bytes alone
+        patch.object(fp8_rounding, "kind_of", lambda gradient: torch.float32),
+        patch.object(fp8_rounding, "LARGEST", limits),
+        patch.object(fp8_rounding, "triton_turn", lambda x: x.t()),  # of bytes alone
     ):
         for what, value in (("plain", x.double()), ("gelu", gelu(x.double())), ("slope", slope)):
-            rounded, _, sums, most = fp8_mlp.triton_round(x, u, scale, what, True)
+            rounded, _, sums, most = fp8_rounding.triton_round(x, u, scale, what, True)
             wanted = (value / 0.02).clamp(-448, 448)
             found[what] = {
                 "apart": float((rounded - wanted).abs().max()),

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import vitlab
-from vitlab.kernels import fp8_mlp
+from vitlab.kernels import fp8_rounding
 from vitlab.kernels.fp8 import MARGIN, Float8Linear, Maxima, has_float8, use_float8
-from vitlab.kernels.fp8_mlp import plain_round, round_turned, try_rounding, use_mlps
+from vitlab.kernels.fp8_mlp import use_mlps
+from vitlab.kernels.fp8_rounding import plain_round, round_gelu, round_turned, try_rounding
 from vitlab.models.vit import MLP, ViT
 
 SCRIPT = Path(__file__).with_name("interpreted_rounding.py")
@@ -102,6 +103,11 @@ def test_rows_that_16_does_not_divide_and_dropout_go_layer_by_layer() -> None:
     assert "forward" not in vars(tanh)
 
 
+def test_gelu_alone_is_the_same() -> None:
+    x, scale = torch.randn(20, 30).bfloat16(), torch.tensor(0.02)
+    assert torch.equal(round_gelu(x, scale).float(), plain_round(x, None, scale, "gelu", False)[0].float())
+
+
 @pytest.mark.slow
 def test_the_kernel_in_the_interpreter() -> None:
     pytest.importorskip("triton")
@@ -128,7 +134,7 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         turned[5] = 0
         return rounded, turned, sums, most
 
-    monkeypatch.setattr(fp8_mlp, "triton_round", wrong)
+    monkeypatch.setattr(fp8_rounding, "triton_round", wrong)
     with pytest.raises(ValueError, match="wrong"):
         try_rounding(torch.device("cuda"))
 
@@ -149,6 +155,8 @@ def test_the_kernel_on_a_gpu(shape: tuple[int, int], gradient: bool, what: str) 
     assert torch.equal(found[1].float(), found[0].float().t())
     torch.testing.assert_close(found[2], wanted[2], rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(found[3], wanted[3], rtol=1e-5, atol=1e-6)
+    if what == "gelu":
+        assert torch.equal(round_gelu(x.cuda(), scale.cuda()).cpu().float(), found[0].float())
 
 
 @pytest.mark.gpu

@@ -5,25 +5,21 @@ which reads the large matrices several times: for GELU, for rounding, for the su
 in 16 bits for the gradients of weights. Here each matrix is read once and written in 8 bits, as it stands and turned,
 which is how the gradient of a weight needs both of its factors.
 
-Shapes: M rows, I inputs, F hidden units, O outputs; C columns of any matrix.
+Shapes: M rows, I inputs, F hidden units, O outputs.
 """
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitlab.kernels.fp8 import E4M3, E5M2, LARGEST, MARGIN, Float8Linear, largest, multiply, quantize, scale_of
+from vitlab.kernels.fp8 import E4M3, E5M2, MARGIN, Float8Linear, largest, multiply, quantize, scale_of
+from vitlab.kernels.fp8_rounding import round_turned, try_rounding
 from vitlab.kernels.install import runs_here
 from vitlab.models.vit import MLP
 
-What = Literal["plain", "gelu", "slope"]
-KINDS: dict[What, int] = {"plain": 0, "gelu": 1, "slope": 2}
 SIDE = 16  # that rows, too, must be multiples of: they are summed over
-TILE, WARPS = (64, 128), 8  # rows and columns that are rounded at a time, and how many warps share them
-WORDS = 32  # of four bytes: the side of what is turned at a time
 
 
 def use_mlps(module: nn.Module) -> None:
@@ -41,18 +37,6 @@ def is_plain(part: MLP) -> bool:
     layers = (part.up, part.down)
     both = all(isinstance(layer, Float8Linear) and layer.bias.requires_grad for layer in layers)
     return gelu and both and isinstance(part.norm, nn.Identity)
-
-
-def try_rounding(device: torch.device) -> None:
-    """Compare the kernel with torch's on a few tiles; compilers of kernels have been seen to give wrong numbers."""
-    x = torch.linspace(-4, 4, 208 * 160, device=device).sin().mul(3).reshape(208, 160).bfloat16()
-    u, scale = x.flip(0), torch.full((), 0.02, device=device)
-    for what, gradient in (("plain", False), ("gelu", False), ("plain", True), ("slope", True)):
-        found = [t.float() for t in triton_round(x, u, scale, what, gradient)]
-        wanted = [t.float() for t in plain_round(x, u, scale, what, gradient)]
-        far = [(a - b).abs() > 0.3 * b.abs() + 0.01 for a, b in zip(found, wanted, strict=True)]
-        if any(bool(each.any()) for each in far):
-            raise ValueError(f"the kernel's numbers are wrong ({what})")
 
 
 def run(part: MLP, x: Tensor) -> Tensor:
@@ -116,73 +100,3 @@ def turn(weight: Tensor, scale: Tensor) -> Tensor:
 def seen(maxima: Tensor, *mosts: Tensor) -> Tensor:
     """The largest magnitudes, as far as the scales reach: an outlier doubles a scale and does not ruin it."""
     return torch.minimum(torch.stack(mosts), maxima * MARGIN)
-
-
-# ---- rounding
-
-
-@torch.library.custom_op("vitlab::round_turned", mutates_args=())
-def round_turned(
-    x: Tensor, u: Tensor | None, scale: Tensor, what: str, gradient: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, gelu(x) or x gelu'(u) in 8 bits, (M, C), turned (C, M), its column sums if it is a gradient, its largest."""
-    x = x.contiguous()
-    return (triton_round if x.is_cuda else plain_round)(x, u, scale, what, gradient)
-
-
-@round_turned.register_fake
-def _(x: Tensor, u: Tensor | None, scale: Tensor, what: str, gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    kind, (rows, columns) = kind_of(gradient), x.shape
-    numbers = x.new_empty(rows, columns, dtype=kind), x.new_empty(columns, rows, dtype=kind)
-    return *numbers, scale.new_empty(columns if gradient else 0), scale.new_empty(())
-
-
-def kind_of(gradient: bool) -> torch.dtype:
-    return E5M2 if gradient else E4M3
-
-
-def plain_round(
-    x: Tensor, u: Tensor | None, scale: Tensor, what: str, gradient: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the kernel computes, by torch."""
-    value = x.float()
-    if what == "gelu":
-        value = F.gelu(value)
-    elif what == "slope":
-        assert u is not None
-        value = torch.ops.aten.gelu_backward(value, u.float())
-    rounded = quantize(value, scale, kind_of(gradient))
-    sums = value.sum(0) if gradient else value.new_empty(0)
-    return rounded, rounded.t().contiguous(), sums, value.abs().amax()
-
-
-def triton_round(
-    x: Tensor, u: Tensor | None, scale: Tensor, what: str, gradient: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    import triton
-
-    from vitlab.kernels.rounding_triton import round_kernel
-
-    kind, (rows, columns) = kind_of(gradient), x.shape
-    rounded = x.new_empty(rows, columns, dtype=kind)
-    tiles = triton.cdiv(rows, TILE[0]), triton.cdiv(columns, TILE[1])
-    sums, most = scale.new_empty(tiles[0], columns if gradient else 0), scale.new_empty(tiles)
-    arguments = (x, x if u is None else u.contiguous(), scale, rounded, sums, most, rows, columns)
-    sizes = {"SUM": gradient, "LIMIT": LARGEST[kind], "ROWS": TILE[0], "COLUMNS": TILE[1]}
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        round_kernel[tiles](*arguments, WHAT=KINDS[what], **sizes, num_warps=WARPS)  # type: ignore[index]
-    return rounded, triton_turn(rounded), sums.sum(0), most.amax()
-
-
-def triton_turn(x: Tensor) -> Tensor:
-    """(C, M) of a matrix of bytes, (M, C), whose sides are multiples of 4."""
-    import triton
-
-    from vitlab.kernels.rounding_triton import turn_kernel
-
-    rows, columns = x.shape
-    turned = x.new_empty(columns, rows)
-    tiles = triton.cdiv(rows, 4 * WORDS), triton.cdiv(columns, 4 * WORDS)
-    with torch.cuda.device_of(x):
-        turn_kernel[tiles](x.view(torch.int32), turned.view(torch.int32), rows, columns, SIDE=WORDS, num_warps=4)
-    return turned

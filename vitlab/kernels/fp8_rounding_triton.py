@@ -30,9 +30,10 @@ def normal(x):
 @triton.jit
 def round_kernel(
     x, u, scale, rounded, sums, most, M, C,
-    WHAT: tl.constexpr, SUM: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WHAT: tl.constexpr, SUM: tl.constexpr, LOOK: tl.constexpr, LIMIT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """rounded (M, C); sums of each tile's columns, and its largest magnitude."""
+    """rounded (M, C); if asked for, sums of each tile's columns, and its largest magnitude."""
     row, column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
     rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = (rows[:, None] < M - row) & (columns[None, :] < C - column)
@@ -45,7 +46,9 @@ def round_kernel(
         at = tl.load(u + start + places, mask=inside, other=0.0).to(tl.float32)
         share, bell = normal(at)
         value = value * (share + at * bell * DENSITY)
-    tl.store(most + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(tl.max(tl.abs(value), 1), 0))
+    if LOOK:
+        place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(most + place, tl.max(tl.max(tl.abs(value), 1), 0))
     if SUM:
         tl.store(sums + tl.program_id(0) * C + column + columns, tl.sum(value, 0), mask=columns < C - column)
     value = value * (1.0 / tl.load(scale))
