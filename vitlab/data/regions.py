@@ -1,0 +1,103 @@
+"""Crops that workers only cut, and that the device scales (`resize=device`): scaling takes a third of a worker's time.
+
+A worker sends the pixels around each crop as one run of bytes, and where the crop lies in them. On the device they are
+scaled by two small matrix products with the weights of Pillow's resize, rounded to bytes after each as Pillow does:
+the result is what a worker would have made, to one level of 255. What is much larger than the input is scaled by the
+worker, so that an image never takes much more than four times the input's memory.
+
+Shapes: c images, H and W the height and width that every region is padded to, h and w the input's.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitlab.data.resident import BYTES_AT_ONCE, resize_weights
+from vitlab.data.transforms import REDUCING_GAP, crop_and_resize
+from vitlab.data.workers import Chunk, Samples, TrainReader
+from vitlab.device import send
+from vitlab.models.config import Interpolation, Preprocess, Size
+
+SUPPORT = {
+    "nearest": 0,
+    "bilinear": 1,
+    "bicubic": 2,
+    "lanczos": 3,
+}  # how far each filter looks, in pixels of the result
+
+
+@dataclass
+class RegionReader(TrainReader):
+    """Cuts the region of each image that its crop needs; `scale_regions` makes the input of it."""
+
+    cuts: list[tuple[float, ...]] = field(default_factory=list, init=False, repr=False)  # of a chunk
+
+    def read_chunk(self, samples: Samples) -> Chunk:
+        self.cuts = []
+        chunk = super().read_chunk(samples)
+        return replace(chunk, cuts=torch.tensor(self.cuts, dtype=torch.float64))
+
+    def join(self, tensors: list[Tensor]) -> Tensor:
+        return torch.cat(tensors)
+
+    def convert(self, image: Image.Image, key: int) -> Tensor:
+        """The region's bytes; its height and width, and the crop's edges in it, go to `cuts`."""
+        box, sides, kind = self.box(image, key), image.size, self.preprocess.interpolation
+        low, high, edges = [0, 0], [0, 0], [0.0] * 4
+        for axis, side, target in ((0, sides[0], self.size[1]), (1, sides[1], self.size[0])):
+            first, last = float(box[axis] * side), float(box[axis + 2] * side)
+            margin = SUPPORT[kind] * max(1.0, (last - first) / target)
+            low[axis], high[axis] = max(0, math.floor(first - margin)), min(side, math.ceil(last + margin))
+            edges[axis], edges[axis + 2] = first - low[axis], last - low[axis]
+        most_h, most_w = padded_size(self.size, kind)
+        if high[1] - low[1] > most_h or high[0] - low[0] > most_w:
+            pixels = crop_and_resize(image, box, self.size, self.preprocess, flip=False)
+            self.cuts.append((*self.size, 0, 0, self.size[1], self.size[0]))
+            return pixels.permute(1, 2, 0).flatten()
+        self.cuts.append((high[1] - low[1], high[0] - low[0], *edges))
+        return torch.from_numpy(np.array(image.crop((*low, *high)))).flatten()
+
+
+def padded_size(size: Size, kind: Interpolation) -> Size:
+    """H and W: the largest region that is not scaled by its worker. Always the same, so that rounding is, too."""
+    height, width = (math.ceil(REDUCING_GAP * (side + 2 * SUPPORT[kind])) + 2 for side in size)
+    return height, width
+
+
+@torch.no_grad()
+def scale_regions(chunk: Chunk, flips: np.ndarray, size: Size, preprocess: Preprocess) -> Tensor:
+    """The crops of a chunk of regions, (c, 3, h, w) uint8, on the device of its pixels."""
+    pixels, cuts = chunk.pixels.view(-1, 3), chunk.cuts.numpy()
+    areas = (cuts[:, 0] * cuts[:, 1]).astype(np.int64)
+    starts, (height, width) = areas.cumsum() - areas, padded_size(size, preprocess.interpolation)
+    each = max(1, BYTES_AT_ONCE // (12 * height * width))
+    groups = (slice(start, start + each) for start in range(0, len(cuts), each))
+    return torch.cat([_scale(pixels, starts[g], cuts[g], flips[g], size, preprocess) for g in groups])
+
+
+def _scale(
+    pixels: Tensor, starts: np.ndarray, cuts: np.ndarray, flips: np.ndarray, size: Size, preprocess: Preprocess
+) -> Tensor:
+    device, kind, (height, width) = pixels.device, preprocess.interpolation, padded_size(size, preprocess.interpolation)
+    start, flip = (send(x, device)[:, None, None] for x in (starts, flips))  # (c, 1, 1)
+    sides = send(cuts[:, :2].astype(np.int64), device)
+    tall, wide = sides[:, 0, None, None], sides[:, 1, None, None]
+    y, x = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)
+    found = pixels[start + torch.minimum(y, tall - 1) * wide + torch.minimum(x, wide - 1)]  # (c, H, W, 3)
+    left, top, right, bottom = send(cuts[:, 2:], device).unbind(1)
+    columns = within(resize_weights(left, right, size[1], width, kind), wide)  # (c, w, W)
+    rows = within(resize_weights(top, bottom, size[0], height, kind), tall)  # (c, h, H)
+    columns = torch.where(flip, columns.flip(1), columns)
+    values = found.permute(0, 3, 1, 2).float() @ columns[:, None].transpose(2, 3)  # (c, 3, H, w)
+    values = rows[:, None] @ values.round_().clamp_(0, 255)  # (c, 3, h, w)
+    return values.round_().clamp_(0, 255).to(torch.uint8)
+
+
+def within(weights: Tensor, side: Tensor) -> Tensor:
+    """Weights over padded regions, (c, size, stored), without the padding beyond the first `side` pixels, (c, 1, 1)."""
+    weights = torch.where(torch.arange(weights.shape[2], device=weights.device) < side, weights, 0.0)
+    return weights / weights.sum(2, keepdim=True)
