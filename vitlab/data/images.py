@@ -55,7 +55,7 @@ def decode(file: str | Path | BinaryIO | bytes, name: str, shrink: DecodeHint | 
 def is_plain(data: Buffer) -> bool:
     """Whether the cost of decoding a file is known, and small; raises ImpossibleHeader where it is absurd."""
     header = read_header(data)
-    return header is not None and header.pixels <= PLAIN_PIXELS and header.work <= PLAIN_WORK
+    return not data or (header is not None and header.pixels <= PLAIN_PIXELS and header.work <= PLAIN_WORK)
 
 
 def read_file(file: str | Path | BinaryIO) -> bytes:

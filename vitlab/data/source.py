@@ -61,6 +61,10 @@ class ImageSource:
         """The upright RGB image; raises BrokenImage. `shrink` allows a smaller one, see decoder.py."""
         raise NotImplementedError
 
+    def encoded(self, index: int) -> bytes:
+        """The file of an image, where it comes from one; raises BrokenImage."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class Data:
