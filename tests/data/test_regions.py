@@ -27,13 +27,14 @@ def take(loader: TrainLoader, count: int, step: int = 0) -> list[Batch]:
     return list(itertools.islice(loader.batches(step), count))
 
 
+@pytest.mark.parametrize("precision", [torch.float32, torch.float16])  # a CPU's and a GPU's
 @pytest.mark.parametrize("kind", ["nearest", "bilinear", "bicubic", "lanczos"])
-def test_regions_are_scaled_as_pillow_does(kind: Interpolation) -> None:
+def test_regions_are_scaled_as_pillow_does(kind: Interpolation, precision: torch.dtype) -> None:
     size, preprocess, height, width = (24, 32), Preprocess(interpolation=kind), 40, 60
     source = arrays(12, height=height, width=width)
     chunk = RegionReader(source, size, preprocess, Augment()).read_chunk(list(enumerate(KEYS.tolist())))
     flips = draw_flips(KEYS, Augment())
-    found = scale_regions(chunk, flips, size, preprocess)
+    found = scale_regions(chunk, flips, size, preprocess, precision)
     boxes = crop_boxes(KEYS, np.full(12, width / height), size, Augment(), preprocess) * [width, height, width, height]
     for i, box in enumerate(boxes.tolist()):
         image = source.image(i).resize(size[::-1], Image.Resampling[kind.upper()], box=tuple(box))

@@ -1,9 +1,13 @@
 """Crops that workers only cut, and that the device scales (`resize=device`): scaling takes a third of a worker's time.
 
 A worker sends the pixels around each crop as one run of bytes, and where the crop lies in them. On the device they are
-scaled by two small matrix products with the weights of Pillow's resize, rounded to bytes after each as Pillow does:
-the result is what a worker would have made, to one level of 255. What is much larger than the input is scaled by the
-worker, so that an image never takes much more than four times the input's memory.
+scaled by two small matrix products with the weights of Pillow's resize: the result is what a worker would have made, to
+one level of 255. What is much larger than the input is scaled by the worker, so that an image never takes much more
+than four times the input's memory.
+
+A GPU computes them in float16, in which bytes are exact: weights round to 2^-11 of themselves and results to 1/16 of a
+level, and Pillow rounds to a level after each of its two steps, so that together they differ by less than two. A CPU
+computes in float32 and rounds as Pillow does.
 
 Shapes: c images, H and W the height and width that every region is padded to, h and w the input's.
 """
@@ -69,31 +73,41 @@ def padded_size(size: Size, kind: Interpolation) -> Size:
 
 
 @torch.no_grad()
-def scale_regions(chunk: Chunk, flips: np.ndarray, size: Size, preprocess: Preprocess) -> Tensor:
-    """The crops of a chunk of regions, (c, 3, h, w) uint8, on the device of its pixels."""
+def scale_regions(
+    chunk: Chunk, flips: np.ndarray, size: Size, preprocess: Preprocess, kind: torch.dtype | None = None
+) -> Tensor:
+    """The crops of a chunk of regions, (c, 3, h, w) uint8, on the device of its pixels; `kind` computes them."""
+    kind = kind or (torch.float32 if chunk.pixels.device.type == "cpu" else torch.float16)
     pixels, cuts = chunk.pixels.view(-1, 3), chunk.cuts.numpy()
     areas = (cuts[:, 0] * cuts[:, 1]).astype(np.int64)
     starts, (height, width) = areas.cumsum() - areas, padded_size(size, preprocess.interpolation)
     each = max(1, BYTES_AT_ONCE // (12 * height * width))
     groups = (slice(start, start + each) for start in range(0, len(cuts), each))
-    return torch.cat([_scale(pixels, starts[g], cuts[g], flips[g], size, preprocess) for g in groups])
+    return torch.cat([_scale(pixels, starts[g], cuts[g], flips[g], size, preprocess, kind) for g in groups])
 
 
 def _scale(
-    pixels: Tensor, starts: np.ndarray, cuts: np.ndarray, flips: np.ndarray, size: Size, preprocess: Preprocess
+    pixels: Tensor,
+    starts: np.ndarray,
+    cuts: np.ndarray,
+    flips: np.ndarray,
+    size: Size,
+    preprocess: Preprocess,
+    kind: torch.dtype,
 ) -> Tensor:
-    device, kind, (height, width) = pixels.device, preprocess.interpolation, padded_size(size, preprocess.interpolation)
+    device, name, (height, width) = pixels.device, preprocess.interpolation, padded_size(size, preprocess.interpolation)
     start, flip = (send(x, device)[:, None, None] for x in (starts, flips))  # (c, 1, 1)
     sides = send(cuts[:, :2].astype(np.int64), device)
     tall, wide = sides[:, 0, None, None], sides[:, 1, None, None]
     y, x = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)
     found = pixels[start + torch.minimum(y, tall - 1) * wide + torch.minimum(x, wide - 1)]  # (c, H, W, 3)
     left, top, right, bottom = send(cuts[:, 2:], device).unbind(1)
-    columns = within(resize_weights(left, right, size[1], width, kind), wide)  # (c, w, W)
-    rows = within(resize_weights(top, bottom, size[0], height, kind), tall)  # (c, h, H)
+    columns = within(resize_weights(left, right, size[1], width, name), wide)  # (c, w, W)
+    rows = within(resize_weights(top, bottom, size[0], height, name), tall)  # (c, h, H)
     columns = torch.where(flip, columns.flip(1), columns)
-    values = found.permute(0, 3, 1, 2).float() @ columns[:, None].transpose(2, 3)  # (c, 3, H, w)
-    values = rows[:, None] @ values.round_().clamp_(0, 255)  # (c, 3, h, w)
+    values = found.permute(0, 3, 1, 2).to(kind) @ columns.to(kind)[:, None].transpose(2, 3)  # (c, 3, H, w)
+    values = (values if kind == torch.float16 else values.round_()).clamp_(0, 255)
+    values = rows.to(kind)[:, None] @ values  # (c, 3, h, w)
     return values.round_().clamp_(0, 255).to(torch.uint8)
 
 
