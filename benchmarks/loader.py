@@ -2,12 +2,13 @@
 
 Each row is one file format in one kind of source, on one core: vitlab's loader, and beside it a plain loop of Pillow
 and torchvision's RandomResizedCrop over the same files, and one of torchvision's own decoder and tensors, measured
-alternately in the same run.
+alternately in the same run. A second table has the ways to read shards of photos, by the processor time of one core.
 
-python benchmarks/loader.py --workers 16 reads shards of photos by that many processes, as training does. The ways take
-turns: as at commit 06b0ecc; now; with crops scaled by the GPU (resize=device); and both from copies of the shards by
+python benchmarks/loader.py --workers 16 has those ways by that many processes, as in training. They take turns: as at
+commit 06b0ecc; now; with crops scaled by the GPU (resize=device); and both from copies of the shards by
 `vitlab data shrink`. With a GPU, batches arrive there and are normalized; without one, neither is done, and of
-resize=device only the workers' part is measured.
+resize=device only the workers' part is measured. A last line has the part of the device: its time, and how far its
+crops are from the workers'.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,6 +50,7 @@ from vitlab.device import cpu_threads, synchronize
 from vitlab.models.config import Preprocess, Size
 
 FORMATS = {"JPEG": ".jpg", "WEBP": ".webp", "PNG": ".png"}
+TURN = 16  # photos
 PHOTO, LARGE, SMALL = (375, 500), (3000, 4000), (64, 64)  # as in ImageNet; from a camera; as in Tiny-ImageNet
 
 
@@ -150,7 +152,7 @@ def torchvision_loop(source: FileSource, size: Size) -> Callable[[], None]:
 
 @dataclass
 class EarlierReader(TrainReader):
-    """What workers did at commit 06b0ecc: random numbers are drawn image by image."""
+    """What workers did at commit 06b0ecc: random numbers are drawn image by image. (Headers are read faster now.)"""
 
     def read_chunk(self, samples: Samples) -> Chunk:
         return ImageReader.read_chunk(self, samples)
@@ -163,8 +165,8 @@ class EarlierReader(TrainReader):
         return crop_and_resize(image, box, self.size, self.preprocess, flip)
 
 
-def workers_benchmark(workers: int, seconds: float, rounds: int, batch: int, count: int) -> Table:
-    """Photos per second from shards, each way in turn; the median of the rounds, and of the ratios within them."""
+def shards_benchmark(workers: int, seconds: float, rounds: int, batch: int, count: int) -> tuple[Table, str]:
+    """Photos per second from shards, each way in turn: the median of the rounds, and of the ratios within them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["VITLAB_DATA"] = f"{folder}/cache"
@@ -177,15 +179,49 @@ def workers_benchmark(workers: int, seconds: float, rounds: int, batch: int, cou
             ways[name, "workers"] = TrainReader(source, (224, 224), Preprocess(), Augment())
             ways[name, "device"] = RegionReader(source, (224, 224), Preprocess(), Augment())
         measured: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
-        for _ in range(rounds):
+        for number in range(rounds):
             for way, reader in ways.items():
-                measured[way].append(photos_per_second(reader, workers, seconds, batch, device))
-        return workers_table(measured, workers, sources, device)
+                if workers:
+                    measured[way].append(photos_per_second(reader, workers, seconds, batch, device))
+                else:
+                    measured[way].append(one_core(reader, number))
+        return shards_table(measured, workers, sources, device), device_part(sources["photos"], device)
+
+
+def one_core(reader: TrainReader, number: int) -> float:
+    """By processor time, in this process; turns are short, so that a busy moment of the machine meets all ways."""
+    order = list(enumerate(keys(0, 0, np.arange(len(reader.source))).tolist()))
+    part = order[TURN * number % len(order) :][:TURN]
+    start = time.process_time()
+    reader.read_chunk(part)
+    return len(part) / (time.process_time() - start)
+
+
+def device_part(source: ImageSource, device: torch.device) -> str:
+    """What `resize=device` leaves to the device: its time, and the difference from the workers' crops."""
+    size, drawn = (224, 224), keys(0, 0, np.arange(min(64, len(source))))
+    readers = (kind(source, size, Preprocess(), Augment()) for kind in (TrainReader, RegionReader))
+    scaled, chunk = (reader.read_chunk(list(enumerate(drawn.tolist()))) for reader in readers)
+    chunk = replace(chunk, pixels=chunk.pixels.to(device))
+    times = []
+    for _ in range(5 if device.type == "cuda" else 1):
+        synchronize(device)
+        start = time.perf_counter()
+        found = scale_regions(chunk, draw_flips(drawn, Augment()), size, Preprocess())
+        synchronize(device)
+        times.append((time.perf_counter() - start) / len(drawn))
+    apart = (found.cpu().int() - scaled.pixels.int()).abs()
+    share = (apart > 0).double().mean()
+    size_kb = chunk.pixels.numel() / len(drawn) / 1e3
+    return (
+        f"resize=device: {min(times) * 1e6:.0f} microseconds a photo on {device}, {size_kb:.0f} kB sent; "
+        f"crops are at most {apart.max()} of 255 from the workers', {share:.2%} of the values differ"
+    )
 
 
 def photos_per_second(reader: TrainReader, workers: int, seconds: float, batch: int, device: torch.device) -> float:
     each = chunk_size(batch, workers)
-    order = zip(itertools.cycle(range(len(reader.source))), keys(0, 0, np.arange(1 << 20)).tolist(), strict=False)
+    order = zip(itertools.cycle(range(len(reader.source))), keys(0, 0, np.arange(1 << 18)).tolist(), strict=False)
     samples: Iterator[Samples] = iter(lambda: list(itertools.islice(order, batch)), [])
     ahead = max(2, -(-2 * batch // (each * workers)))
     with closing(read_batches(reader, samples, each, workers, ahead, device)) as batches:  # type: ignore[type-var]
@@ -210,11 +246,12 @@ def finish(chunk: Chunk, reader: TrainReader, device: torch.device) -> None:
     normalize(pixels, reader.preprocess)
 
 
-def workers_table(
+def shards_table(
     measured: dict[tuple[str, str], list[float]], workers: int, sources: dict[str, ImageSource], device: torch.device
 ) -> Table:
     first = next(iter(measured.values()))
-    table = Table("shards", "kB a photo", "resize", title=f"photos per second at 224x224, {workers} workers, {device}")
+    where = f"{workers} workers, {device}" if workers else "one core, by processor time"
+    table = Table("shards", "kB a photo", "resize", title=f"photos per second at 224x224, {where}")
     for heading in ("median", "lowest", "highest", "per worker", "ratio"):
         table.add_column(heading, justify="right")
     for (name, way), speeds in measured.items():
@@ -224,7 +261,7 @@ def workers_table(
             f"{middle:,.0f}",
             f"{min(speeds):,.0f}",
             f"{max(speeds):,.0f}",
-            f"{middle / workers:.0f}",
+            f"{middle / max(1, workers):.0f}",
             f"{ratio:.2f}",
         )
         table.add_row(name, f"{size:.0f}", way, *numbers)
@@ -315,17 +352,18 @@ def speed_table(results: list[Speed], size: Size) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How fast images are read.")
-    parser.add_argument("--workers", type=int, default=0, help="processes that read shards; 0: the table of one core")
+    parser.add_argument("--workers", type=int, default=0, help="processes that read shards; 0: the tables of one core")
     parser.add_argument("--seconds", type=float, default=4, help="of each way in each round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="with workers; one core has 40 short ones")
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--count", type=int, default=6400, help="photos in the shards")
     args = parser.parse_args()
-    if args.workers:
-        table = workers_benchmark(args.workers, args.seconds, args.rounds, args.batch, args.count)
-    else:
-        table = speed_table(loader_benchmark(), (224, 224))
-    Console(width=120).print(table)
+    if not args.workers:
+        Console(width=120).print(speed_table(loader_benchmark(), (224, 224)))
+    with cpu_threads(None if args.workers else 1):
+        rounds, count = (args.rounds, args.count) if args.workers else (40, 64)
+        table, line = shards_benchmark(args.workers, args.seconds, rounds, args.batch, count)
+        Console(width=120).print(table, line, sep="\n", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def test_batches_are_those_of_the_workers(tmp_path: Path) -> None:
     shapes = [(90, 60), (30, 45), (8, 8), (200, 150), (40, 33)] * 3
     for i, shape in enumerate(shapes):
         picture(i, *shape).save(tmp_path / f"{i}.png")
-    (tmp_path / "3.png").write_bytes(b"no image")
+    (tmp_path / "3.png").write_bytes(b"")
     source = FileSource(tmp_path, [f"{i}.png" for i in range(15)], [i % 2 for i in range(15)], ("a", "b"))
     for augment in (Augment(), Augment(crop="resize"), Augment(crop="none", mixup=0.3)):
         one, other = (

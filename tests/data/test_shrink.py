@@ -6,6 +6,7 @@ import multiprocessing
 import shutil
 import time
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from vitlab.errors import UserError
 from vitlab.models.config import Preprocess
 
 HOW = Shrinking(32, 95)
+Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
@@ -172,3 +174,13 @@ def test_shards_are_shrunk_too(tmp_path: Path) -> None:
     image = Image.open(io.BytesIO(open_source(done.path).encoded(0)))
     assert (image.format, image.size) == ("JPEG", (32, 32))
     assert done.bytes == sum(file.stat().st_size for file in done.path.glob("*.tar"))
+
+
+def test_the_command(tmp_path: Path, command: Command) -> None:
+    spec, out = str(make_set(tmp_path / "set")), tmp_path / "copy"
+    code, printed, _ = command("data", "shrink", spec, str(out), "--size", "32")
+    assert (code, printed) == (0, f"14 images, 0.1 MB: {out}\n")
+    code, _, printed = command("data", "shrink", spec, str(out))
+    assert (code, printed) == (1, f"error: {out} exists; remove it or name another place\n")
+    code, _, printed = command("data", "shrink", spec, str(tmp_path / "other"), "--size", "5")
+    assert (code, printed) == (1, "error: the shorter side must have 16 to 4096 pixels, not 5\n")

@@ -21,49 +21,62 @@ from PIL import Image
 from torch import Tensor
 
 from vitlab.data.resident import BYTES_AT_ONCE, resize_weights
+from vitlab.data.rng import Floats
 from vitlab.data.transforms import REDUCING_GAP, crop_and_resize
 from vitlab.data.workers import Chunk, Samples, TrainReader
 from vitlab.device import send
 from vitlab.models.config import Interpolation, Preprocess, Size
 
-SUPPORT = {
-    "nearest": 0,
-    "bilinear": 1,
-    "bicubic": 2,
-    "lanczos": 3,
-}  # how far each filter looks, in pixels of the result
+SUPPORT = {"nearest": 0, "bilinear": 1, "bicubic": 2, "lanczos": 3}  # pixels of the result that each filter looks at
+
+NONE = torch.empty(0)
 
 
 @dataclass
 class RegionReader(TrainReader):
     """Cuts the region of each image that its crop needs; `scale_regions` makes the input of it."""
 
-    cuts: list[tuple[float, ...]] = field(default_factory=list, init=False, repr=False)  # of a chunk
+    pixels: bytearray = field(default_factory=bytearray, init=False, repr=False)  # of the regions of a chunk
+    cuts: list[tuple[float, ...]] = field(default_factory=list, init=False, repr=False)
 
     def read_chunk(self, samples: Samples) -> Chunk:
-        self.cuts = []
+        self.pixels, self.cuts = bytearray(), []
         chunk = super().read_chunk(samples)
         return replace(chunk, cuts=torch.tensor(self.cuts, dtype=torch.float64))
 
     def join(self, tensors: list[Tensor]) -> Tensor:
-        return torch.cat(tensors)
+        return torch.frombuffer(self.pixels, dtype=torch.uint8)
+
+    def keep(self, pixels: bytes) -> Tensor:
+        """Add the pixels of an image to the chunk's, which takes half the time of joining tensors; returns none."""
+        self.pixels += pixels
+        return NONE
 
     def convert(self, image: Image.Image, key: int) -> Tensor:
-        """The region's bytes; its height and width, and the crop's edges in it, go to `cuts`."""
-        box, sides, kind = self.box(image, key), image.size, self.preprocess.interpolation
+        """The bytes of an image's region; of one that is too large, those of the crop at the input's size."""
+        box = self.box(*image.size, key)
+        cut = self.cut(box, *image.size)
+        if cut is not None:
+            return self.keep(image.crop(cut).tobytes())
+        self.cuts.append((*self.size, 0, 0, self.size[1], self.size[0]))
+        scaled = crop_and_resize(image, box, self.size, self.preprocess, flip=False)
+        return self.keep(scaled.permute(1, 2, 0).numpy().tobytes())
+
+    def cut(self, box: Floats, *sides: int) -> tuple[int, int, int, int] | None:
+        """The region (left, top, right, bottom) of an image of a width and height that a crop needs; None where it is
+        too large. Its height and width, and the crop's edges in it, go to `cuts`."""
         low, high, edges = [0, 0], [0, 0], [0.0] * 4
-        for axis, side, target in ((0, sides[0], self.size[1]), (1, sides[1], self.size[0])):
+        for axis, side in enumerate(sides):
             first, last = float(box[axis] * side), float(box[axis + 2] * side)
-            margin = SUPPORT[kind] * max(1.0, (last - first) / target)
+            margin = SUPPORT[self.preprocess.interpolation] * max(1.0, (last - first) / self.size[1 - axis])
             low[axis], high[axis] = max(0, math.floor(first - margin)), min(side, math.ceil(last + margin))
             edges[axis], edges[axis + 2] = first - low[axis], last - low[axis]
-        most_h, most_w = padded_size(self.size, kind)
-        if high[1] - low[1] > most_h or high[0] - low[0] > most_w:
-            pixels = crop_and_resize(image, box, self.size, self.preprocess, flip=False)
-            self.cuts.append((*self.size, 0, 0, self.size[1], self.size[0]))
-            return pixels.permute(1, 2, 0).flatten()
-        self.cuts.append((high[1] - low[1], high[0] - low[0], *edges))
-        return torch.from_numpy(np.array(image.crop((*low, *high)))).flatten()
+        width, height = high[0] - low[0], high[1] - low[1]
+        most_h, most_w = padded_size(self.size, self.preprocess.interpolation)
+        if height > most_h or width > most_w:
+            return None
+        self.cuts.append((height, width, *edges))
+        return low[0], low[1], high[0], high[1]
 
 
 def padded_size(size: Size, kind: Interpolation) -> Size:

@@ -23,8 +23,9 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
+from vitlab.data.decoder import DecodeError
 from vitlab.data.headers import read_header
-from vitlab.data.images import BrokenImage, decode
+from vitlab.data.images import BrokenImage
 from vitlab.data.label_sets import LabelSets
 from vitlab.data.labels import read_classes
 from vitlab.data.open import find_splits, has_labels
@@ -177,16 +178,15 @@ class ShrinkReader(Dataset[Chunk]):
 def shrink_photo(source: ImageSource, index: int, how: Shrinking) -> tuple[bytes, str]:
     """The JPEG of an image and an empty text; or nothing, and why it cannot be read."""
     try:
-        data = source.encoded(index)
-        if data[:3] == JPEG:
-            header = read_header(data)
-            if header is not None and min(header.width, header.height) <= how.side:
-                return data, ""
-        image = decode(data, "", lambda size: min(size) / (2 * how.side))  # twice the side, for the filter to work on
-    except BrokenImage as error:
+        data = source.encoded(index) or b""
+        header = read_header(data) if data.startswith(JPEG) else None
+        if header is not None and min(header.width, header.height) <= how.side:
+            return data, ""
+        image = source.image(index, lambda size: min(size) / (2 * how.side))  # twice the side: the filter needs some
+    except (BrokenImage, DecodeError) as error:
         return b"", error.why
     small = encode(image, how)
-    return (data if data[:3] == JPEG and len(data) <= len(small) else small), ""
+    return (data if data.startswith(JPEG) and len(data) <= len(small) else small), ""
 
 
 def encode(image: Image.Image, how: Shrinking) -> bytes:

@@ -151,12 +151,13 @@ class TrainReader(EvalReader):
         raise UserError(f"{len(broken)} images in a row cannot be read, the first being {name} ({why}); check the data")
 
     def convert(self, image: Image.Image, key: int) -> Tensor:
-        pixels = crop_and_resize(image, self.box(image, key), self.size, self.preprocess, self.drawn[key][1])
+        box, flip = self.box(*image.size, key), self.drawn[key][1]
+        pixels = crop_and_resize(image, box, self.size, self.preprocess, flip)
         return randaugment(pixels[None], np.array([key], np.uint64), self.augment)[0]
 
-    def box(self, image: Image.Image, key: int) -> Floats:
-        """The crop of an image, (4,), in fractions of its sides."""
-        draws, ratio = self.drawn[key][0][None], np.array([image.width / image.height])
+    def box(self, width: int, height: int, key: int) -> Floats:
+        """The crop of an image of this size, (4,), in fractions of its sides."""
+        draws, ratio = self.drawn[key][0][None], np.array([width / height])
         return drawn_boxes(draws, ratio, self.size, self.augment, self.preprocess)[0]
 
 
