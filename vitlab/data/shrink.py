@@ -58,7 +58,7 @@ class Shrinking:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A copy that was written; `broken` are names and reasons of the images that could not be read."""
+    """A copy that was written; `broken` are names and reasons of the images that this call could not read."""
 
     path: Path
     images: int
@@ -127,12 +127,14 @@ def begin(part: Path, sources: Mapping[str, ImageSource], how: Shrinking) -> Non
 
 def check_space(out: Path, sources: Mapping[str, ImageSource], missing: list[tuple[str, int]], how: Shrinking) -> None:
     """Raise UserError if the disk has no room for the missing shards, by the size of a few images of them."""
-    places = [(split, index) for split, first in missing for index in shard_range(sources[split], first)]
-    if not places:
+    if not missing:
         return
-    chosen = np.unique(np.linspace(0, len(places) - 1, SAMPLES).astype(int)).tolist()
-    found = [shrink_photo(sources[places[i][0]], places[i][1], how)[0] for i in chosen]
-    need = len(places) * (MEMBERS_BYTES + sum(map(len, found)) / len(found))
+    found = 0
+    for sample, shard in enumerate(np.linspace(0, len(missing) - 1, SAMPLES).astype(int).tolist()):
+        source = sources[missing[shard][0]]
+        images = shard_range(source, missing[shard][1])
+        found += len(shrink_photo(source, images[len(images) * sample // SAMPLES], how)[0])
+    need = sum(len(shard_range(sources[split], first)) for split, first in missing) * (MEMBERS_BYTES + found / SAMPLES)
     free = shutil.disk_usage(out.parent).free
     if need > free:
         needs = f"the copy needs about {need / 1e9:.2f} GB, and {out.parent} has {free / 1e9:.2f} GB left"
