@@ -1,20 +1,23 @@
 """Crops that the device scales (`resize=device`) are those of the workers, to one level of 255."""
 
 import dataclasses
+import io
 import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from pictures import arrays, picture
+from pictures import arrays, encoded, picture
 from PIL import Image
 
 from vitlab.data.folder import FileSource
+from vitlab.data.images import decode
+from vitlab.data.jpeg_tensor import decode_usual
 from vitlab.data.loader import Batch, TrainLoader
 from vitlab.data.regions import RegionReader, padded_size, scale_regions
 from vitlab.data.rng import keys
-from vitlab.data.source import ArraySource
+from vitlab.data.source import ArraySource, Subset
 from vitlab.data.transforms import Augment, crop_boxes, draw_flips
 from vitlab.models.config import Interpolation, Preprocess
 from vitlab.training.recipe import Recipe, difference, override
@@ -100,3 +103,88 @@ def test_a_run_keeps_who_scales_its_crops() -> None:
     changed = override(recipe, ["resize=device"])
     assert "resize (the run has workers, not device)" in (difference(changed, recipe) or "")
     assert difference(dataclasses.replace(changed, resize="workers"), recipe) is None
+
+
+# ---- usual JPEGs, straight to tensors
+
+
+def jpeg(seed: int, mode: str = "RGB", **settings: object) -> bytes:
+    file = io.BytesIO()
+    picture(seed, 45, 61).convert(mode).save(file, "JPEG", **settings)  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def no_shrink(size: tuple[int, int]) -> float:
+    return 1.0
+
+
+def turned() -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return exif
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
+@pytest.mark.parametrize("quality", [30, 95])
+def test_usual_jpegs_have_the_pixels_of_pillow(subsampling: str, progressive: bool, quality: int) -> None:
+    data = jpeg(quality, quality=quality, subsampling=subsampling, progressive=progressive)
+    found = decode_usual(data, no_shrink)
+    assert found is not None
+    assert (found.numpy() == np.asarray(Image.open(io.BytesIO(data)))).all()
+    assert decode_usual(data, lambda size: 2.0) is None
+
+
+def test_other_files_are_left_to_pillow() -> None:
+    usual = jpeg(0)
+    others = {
+        "gray": jpeg(0, "L"),
+        "CMYK": jpeg(0, "CMYK"),
+        "rotated": jpeg(0, exif=turned()),
+        "PNG": encoded(picture(0)),
+        "truncated": usual[: len(usual) // 2],
+        "of no length": b"",
+        "huge": usual.replace(bytes([0, 45, 0, 61]), bytes([255, 255, 255, 255]), 1),
+        "many scans": usual[:-2] + b"\xff\xda" * 600,
+    }
+    assert usual.count(bytes([0, 45, 0, 61])) == 1
+    for name, data in others.items():
+        assert decode_usual(data, no_shrink) is None, name
+
+
+def test_damaged_jpegs_are_refused_or_equal() -> None:
+    """Whatever the damage, both decoders give the same pixels or none."""
+    random, decoded = np.random.default_rng(0), 0
+    for i in range(300):
+        data = bytearray(jpeg(i, quality=int(random.integers(40, 96)), progressive=bool(i % 2)))
+        for _ in range(1 + i % 5):
+            data[int(random.integers(2, len(data)))] = int(random.integers(256))
+        found = decode_usual(bytes(data), no_shrink)
+        if found is not None:
+            assert (found.numpy() == np.asarray(decode(bytes(data), ""))).all()
+            decoded += 1
+    assert 50 < decoded < 300
+
+
+def test_a_folder_of_many_kinds_is_read_as_by_the_workers(tmp_path: Path) -> None:
+    kinds = [
+        jpeg(0),
+        jpeg(1, "L"),
+        jpeg(2, "CMYK"),
+        jpeg(3, exif=turned()),
+        jpeg(4)[:-300],
+        encoded(picture(5, 40, 70)),
+    ]
+    for i, data in enumerate(kinds):
+        (tmp_path / f"{i}.jpg").write_bytes(data)
+    files = FileSource(tmp_path, [f"{i}.jpg" for i in range(6)], [0, 1] * 3, ("a", "b"))
+    source = Subset(files, np.array([5, 4, 3, 2, 1, 0]))
+    one, other = (
+        TrainLoader(source, (32, 32), Augment(), Preprocess(), batch=6, resident=False, broken_limit=1, resize=where)  # type: ignore[arg-type]
+        for where in ("workers", "device")
+    )
+    for expected, found in zip(take(one, 2), take(other, 2), strict=True):
+        assert torch.equal(found.index, expected.index)
+        assert (found.images - expected.images).abs().max() <= LEVEL
+    assert one.broken == other.broken
+    assert set(one.broken) == {1}

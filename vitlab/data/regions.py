@@ -12,6 +12,7 @@ computes in float32 and rounds as Pillow does.
 Shapes: c images, H and W the height and width that every region is padded to, h and w the input's.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass, field, replace
 
@@ -20,10 +21,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitlab.data.images import BrokenImage
+from vitlab.data.jpeg_tensor import decode_usual
 from vitlab.data.resident import BYTES_AT_ONCE, resize_weights
 from vitlab.data.rng import Floats
+from vitlab.data.source import ImageSource
 from vitlab.data.transforms import REDUCING_GAP, crop_and_resize
-from vitlab.data.workers import Chunk, Samples, TrainReader
+from vitlab.data.workers import BrokenEntry, Chunk, Samples, TrainReader
 from vitlab.device import send
 from vitlab.models.config import Interpolation, Preprocess, Size
 
@@ -36,8 +40,13 @@ NONE = torch.empty(0)
 class RegionReader(TrainReader):
     """Cuts the region of each image that its crop needs; `scale_regions` makes the input of it."""
 
+    source: ImageSource
     pixels: bytearray = field(default_factory=bytearray, init=False, repr=False)  # of the regions of a chunk
     cuts: list[tuple[float, ...]] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        with contextlib.suppress(ImportError):  # here, once, rather than in each of the worker processes
+            import torchvision.io  # noqa: F401
 
     def read_chunk(self, samples: Samples) -> Chunk:
         self.pixels, self.cuts = bytearray(), []
@@ -51,6 +60,18 @@ class RegionReader(TrainReader):
         """Add the pixels of an image to the chunk's, which takes half the time of joining tensors; returns none."""
         self.pixels += pixels
         return NONE
+
+    def read(self, index: int, key: int) -> tuple[Tensor, int, float, list[BrokenEntry]]:
+        with contextlib.suppress(BrokenImage):  # which is met again, and named, where all other images are read
+            data = self.source.encoded(index)
+            image = None if data is None else decode_usual(data, self.shrink(key))
+            if image is not None:
+                height, width = image.shape[:2]
+                if cut := self.cut(self.box(width, height, key), width, height):
+                    left, top, right, bottom = cut
+                    pixels = image[top:bottom, left:right].numpy().tobytes()
+                    return self.keep(pixels), index, width / height, []
+        return super().read(index, key)
 
     def convert(self, image: Image.Image, key: int) -> Tensor:
         """The bytes of an image's region; of one that is too large, those of the crop at the input's size."""
