@@ -174,7 +174,8 @@ def shards_benchmark(workers: int, seconds: float, rounds: int, batch: int, coun
         for side in (320, 256):
             copy = shrink_set(f"{folder}/photos", Path(folder) / str(side), Shrinking(side), workers).path
             sources[f"shrunk to {side}"] = find_splits(str(copy))[0]["train"]
-        ways = {("photos", "workers, 06b0ecc"): EarlierReader(sources["photos"], (224, 224), Preprocess(), Augment())}
+        earlier = EarlierReader(sources["photos"], (224, 224), Preprocess(), Augment())
+        ways: dict[tuple[str, str], TrainReader] = {("photos", "workers, 06b0ecc"): earlier}
         for name, source in sources.items():
             ways[name, "workers"] = TrainReader(source, (224, 224), Preprocess(), Augment())
             ways[name, "device"] = RegionReader(source, (224, 224), Preprocess(), Augment())

@@ -55,7 +55,7 @@ def test_batches_are_those_of_the_workers(tmp_path: Path) -> None:
     source = FileSource(tmp_path, [f"{i}.png" for i in range(15)], [i % 2 for i in range(15)], ("a", "b"))
     for augment in (Augment(), Augment(crop="resize"), Augment(crop="none", mixup=0.3)):
         one, other = (
-            TrainLoader(source, (16, 24), augment, Preprocess(), batch=5, resident=False, resize=where)  # type: ignore[arg-type]
+            TrainLoader(source, (16, 24), augment, Preprocess(), batch=5, resident=False, resize=where)
             for where in ("workers", "device")
         )
         for expected, found in zip(take(one, 4), take(other, 4), strict=True):
@@ -110,7 +110,7 @@ def test_a_run_keeps_who_scales_its_crops() -> None:
 
 def jpeg(seed: int, mode: str = "RGB", **settings: object) -> bytes:
     file = io.BytesIO()
-    picture(seed, 45, 61).convert(mode).save(file, "JPEG", **settings)  # type: ignore[arg-type]
+    picture(seed, 45, 61).convert(mode).save(file, "JPEG", **settings)
     return file.getvalue()
 
 
@@ -180,7 +180,7 @@ def test_a_folder_of_many_kinds_is_read_as_by_the_workers(tmp_path: Path) -> Non
     files = FileSource(tmp_path, [f"{i}.jpg" for i in range(6)], [0, 1] * 3, ("a", "b"))
     source = Subset(files, np.array([5, 4, 3, 2, 1, 0]))
     one, other = (
-        TrainLoader(source, (32, 32), Augment(), Preprocess(), batch=6, resident=False, broken_limit=1, resize=where)  # type: ignore[arg-type]
+        TrainLoader(source, (32, 32), Augment(), Preprocess(), batch=6, resident=False, broken_limit=1, resize=where)
         for where in ("workers", "device")
     )
     for expected, found in zip(take(one, 2), take(other, 2), strict=True):

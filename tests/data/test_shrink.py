@@ -5,9 +5,9 @@ import json
 import multiprocessing
 import shutil
 import time
-from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from PIL import Image
 from vitlab.data import shrink
 from vitlab.data.images import BrokenImage
 from vitlab.data.loader import TrainLoader
-from vitlab.data.open import open_data
+from vitlab.data.open import find_splits, open_data
 from vitlab.data.shards import ShardSource
 from vitlab.data.shrink import Shrinking, shrink_set
 from vitlab.data.transforms import Augment
@@ -40,7 +40,7 @@ def make_set(root: Path) -> Path:
         folder = root / ("ant", "bee")[i % 2]
         folder.mkdir(parents=True, exist_ok=True)
         kind = ("png", "jpg", "webp")[i % 3]
-        picture(i, 40 + 8 * i, 120 - 4 * i).save(folder / f"{i:02d}.{kind}", **({"quality": 95} if i % 3 else {}))
+        picture(i, 40 + 8 * i, 120 - 4 * i).save(folder / f"{i:02d}.{kind}", quality=95)
     return root
 
 
@@ -78,7 +78,7 @@ def test_a_jpeg_that_would_not_become_smaller_stays_byte_for_byte(tmp_path: Path
 
 
 def open_source(path: Path) -> ShardSource:
-    found, _ = shrink.find_splits(str(path))
+    found, _ = find_splits(str(path))
     source = found["train"]
     assert isinstance(source, ShardSource)
     return source
@@ -154,8 +154,7 @@ def test_what_cannot_be_shrunk_is_one_line(tmp_path: Path, monkeypatch: pytest.M
         Shrinking(3)
     with pytest.raises(UserError, match="50 to 100, not 101"):
         Shrinking(quality=101)
-    full = namedtuple("Usage", "total used free")(10**9, 10**9, 1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(UserError, match=r"needs about .* GB, and .* has 0.00 GB left"):
         shrink_set(spec, tmp_path / "copy", HOW)
     assert not (tmp_path / "copy").exists()
