@@ -62,7 +62,7 @@ def jpeg_header(data: Buffer) -> Header | None:
             break
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             frame = marker, big_endian(data, at + 5, 2), big_endian(data, at + 7, 2)
-            usual = usual and (data[at + 4], data[at + 9 : at + 10]) == (8, b"\x03")
+            usual = usual and data[at + 4 : at + 10 : 5] == b"\x08\x03"  # 8 bits, three components
         usual = usual and marker not in (EXIF, ADOBE)
         at += 2 + max(2, big_endian(data, at + 2, 2))
     else:
