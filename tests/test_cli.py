@@ -55,7 +55,7 @@ finally:
 
 def test_help_lists_verbs_in_the_order_of_use() -> None:
     assert list(VERBS)[:3] == ["demo", "finetune", "train"]
-    assert len(VERBS) == 24
+    assert len(VERBS) == 25
 
 
 @pytest.mark.parametrize("verb", VERBS)

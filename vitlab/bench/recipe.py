@@ -50,7 +50,7 @@ class Speeds:
         each = self.loader / workers
         return (
             f"{share}: the device waits for images, of which {workers} worker(s) load {each:.0f} per second each; "
-            f"{self.step / each:.0f} would keep up, or smaller files"
+            f"{self.step / each:.0f} would keep up, or smaller files (vitlab data shrink), or resize=device on a GPU"
         )
 
 

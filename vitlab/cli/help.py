@@ -24,7 +24,7 @@ GROUPS = {
         *("train", "recipes", "bench", "bench compare", "fewshot", "probe", "vtab", "study", "transfer", "results"),
         *("models", "cost"),
     ),
-    "Tools": ("export", "convert"),
+    "Tools": ("export", "convert", "data shrink"),
 }
 METAVARS = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
 VERBOSE = ("-v", "--verbose")

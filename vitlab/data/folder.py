@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vitlab.data.decoder import HEIC_FIX, DecodeHint
-from vitlab.data.images import EXTENSIONS, HEIC, decode
+from vitlab.data.decoder import HEIC_FIX, DecodeError, DecodeHint
+from vitlab.data.images import EXTENSIONS, HEIC, BrokenImage, decode, read_file
 from vitlab.data.label_sets import Truth
 from vitlab.data.labels import sort_classes
 from vitlab.data.source import ImageSource
@@ -35,6 +35,12 @@ class FileSource(ImageSource):
     def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         name = self.name(index)
         return decode(name, name, shrink)
+
+    def encoded(self, index: int) -> bytes:
+        try:
+            return read_file(self.name(index))
+        except DecodeError as error:
+            raise BrokenImage(self.name(index), error.why, error.fault) from None
 
 
 def splits(root: Path, *, others: bool = False) -> dict[str, FileSource]:

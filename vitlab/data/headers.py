@@ -5,6 +5,7 @@ PNG may consist of a million chunks. Such files are refused here. Where the deco
 a known number of times, the cost is known; for all other files it is not, and `read_header` returns None.
 """
 
+import re
 from dataclasses import dataclass
 
 from vitlab.data.decoder import Buffer, DecodeError
@@ -13,6 +14,8 @@ MAX_SCANS = 500  # encoders write about ten, and never a hundred
 MAX_SEGMENTS = 1_000  # of a JPEG before its first scan
 MAX_CHUNKS = 20_000  # of a PNG; encoders write 8 kB or more in each
 MIN_CHUNK = 64  # bytes of a chunk on average, in a PNG with that many
+EXIF, ADOBE = 0xE1, 0xEE  # segments of a JPEG that may have a rotation, and other colors
+SCAN = re.compile(rb"\xff\xda")  # found three times as fast as by bytes.count
 
 
 class ImpossibleHeader(DecodeError):
@@ -26,6 +29,7 @@ class Header:
     width: int
     height: int
     passes: int = 1  # over all pixels
+    is_usual: bool = False  # a JPEG of three components of 8 bits, neither rotated nor in other colors
 
     @property
     def pixels(self) -> int:
@@ -49,7 +53,7 @@ def read_header(data: Buffer) -> Header | None:
 
 def jpeg_header(data: Buffer) -> Header | None:
     """Reads the segments up to the first scan and counts the scans: 0xFFDA cannot occur within one."""
-    at, frame = 2, None
+    at, frame, usual = 2, None, True
     for _ in range(MAX_SEGMENTS):
         if at + 4 > len(data) or data[at] != 0xFF:
             return None
@@ -58,15 +62,17 @@ def jpeg_header(data: Buffer) -> Header | None:
             break
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             frame = marker, big_endian(data, at + 5, 2), big_endian(data, at + 7, 2)
+            usual = usual and data[at + 4 : at + 10 : 5] == b"\x08\x03"  # 8 bits, three components
+        usual = usual and marker not in (EXIF, ADOBE)
         at += 2 + max(2, big_endian(data, at + 2, 2))
     else:
         return None
-    scans = data.count(b"\xff\xda", at)
+    scans = len(SCAN.findall(data, at))
     if scans > MAX_SCANS:
         raise ImpossibleHeader("broken", f"it has {scans:,} scans, and a photo has about ten")
     if frame is None or frame[0] > 0xC2 or not frame[1] or not frame[2]:  # only sequential and progressive
         return None
-    return Header(frame[2], frame[1], scans)
+    return Header(frame[2], frame[1], scans, usual)
 
 
 def png_header(data: Buffer) -> Header | None:

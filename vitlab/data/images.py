@@ -14,7 +14,7 @@ from typing import BinaryIO
 from PIL import Image
 
 from vitlab.data.decoder import Buffer, DecodeError, DecodeFault, DecodeHint, decode_bytes
-from vitlab.data.headers import read_header
+from vitlab.data.headers import Header, read_header
 from vitlab.data.sandbox import DecodeRequest, Sandbox
 
 HEIC = frozenset({".heic", ".heif", ".hif"})
@@ -55,7 +55,12 @@ def decode(file: str | Path | BinaryIO | bytes, name: str, shrink: DecodeHint | 
 def is_plain(data: Buffer) -> bool:
     """Whether the cost of decoding a file is known, and small; raises ImpossibleHeader where it is absurd."""
     header = read_header(data)
-    return header is not None and header.pixels <= PLAIN_PIXELS and header.work <= PLAIN_WORK
+    return not data or (header is not None and is_cheap(header))
+
+
+def is_cheap(header: Header) -> bool:
+    """Whether an image of this header may be decoded in this process."""
+    return header.pixels <= PLAIN_PIXELS and header.work <= PLAIN_WORK
 
 
 def read_file(file: str | Path | BinaryIO) -> bytes:

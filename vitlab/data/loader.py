@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,11 +22,13 @@ from torch import Tensor
 from vitlab.data.balance import balanced_order
 from vitlab.data.label_sets import LabelSets
 from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, smooth
+from vitlab.data.randaugment import randaugment
+from vitlab.data.regions import RegionReader, scale_regions
 from vitlab.data.resident import BYTES_AT_ONCE, ResidentSet, fits_on_device
 from vitlab.data.rng import BATCHES, ORDER, SHARDS, Ints, Keys, keys
 from vitlab.data.source import ImageSource
-from vitlab.data.transforms import Augment, normalize
-from vitlab.data.workers import AHEAD, BrokenEntry, EvalReader, TrainReader, chunk_size, read_batches
+from vitlab.data.transforms import Augment, draw_flips, normalize
+from vitlab.data.workers import AHEAD, BrokenEntry, Chunk, EvalReader, TrainReader, chunk_size, read_batches
 from vitlab.device import send
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
@@ -36,6 +39,7 @@ CPU = torch.device("cpu")
 WINDOW = 4  # shards whose images are shuffled among each other
 BROKEN_LIMIT = 0.1  # share of a set that may be broken before training stops
 NAMED = 3  # broken images that a message names
+Resize = Literal["workers", "device"]
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,9 @@ class TrainLoader(Loader):
     """Endless augmented batches; batch number `step` is the same for any number of workers, ranks and restarts.
 
     With `resident` the complete set is held in the device's memory and augmented there. Choose the same on resuming:
-    both ways make the same crops, but they round differently. Raises UserError where more than the fraction
-    `broken_limit` of the images cannot be read.
+    both ways make the same crops, but they round differently. So do the values of `resize`: crops of files are scaled
+    by the workers, or by the device, see regions.py. Raises UserError where more than the fraction `broken_limit` of
+    the images cannot be read.
     """
 
     augment: Augment
@@ -108,6 +113,7 @@ class TrainLoader(Loader):
     _: KW_ONLY
     seed: int = 0
     broken_limit: float = BROKEN_LIMIT
+    resize: Resize = "workers"
     balanced: bool = False  # every class has the same share of the stream
     step: int | None = None  # images of an optimizer's step, which has several batches of micro-batches; None: `batch`
     plain_from: int | None = None  # images of the stream before the augmentation's plain end; None: there is none
@@ -129,6 +135,8 @@ class TrainLoader(Loader):
         # on an accelerator many images cost the host no more than a few
         self.images_at_once = 1 if self.device.type == "cpu" else BYTES_AT_ONCE // (12 * math.prod(self.image_size))
         self.held = None
+        if self.resize == "device" and self.device.type == "cpu" and not self.resident:
+            log.warning("resize=device is for GPUs: on a CPU one process scales all crops, slower than workers do")
         if self.resident:
             self.held = ResidentSet(self.source, self.image_size, self.preprocess, self.workers, self.device)
             self._record_broken(self.held.broken)
@@ -152,11 +160,18 @@ class TrainLoader(Loader):
         ahead = max(2, math.ceil(2 * each / (size * max(1, self.workers))))  # two batches, over all workers
         plans, read = itertools.tee(self.plan(number, 1, augment) for number in numbers)
         samples = (list(zip(plan.index.tolist(), plan.key.tolist(), strict=True)) for plan in read)
-        reader = TrainReader(self.source, image_size, self.preprocess, augment)
+        kind = RegionReader if self.resize == "device" else TrainReader
+        reader = kind(self.source, image_size, self.preprocess, augment)
         chunks = read_batches(reader, samples, size, self.workers, ahead, self.device)
         for plan, chunk in zip(plans, chunks, strict=False):
             self._record_broken(chunk.broken)
-            yield self._finish(plan, chunk.pixels, chunk.index)
+            scaled = chunk.pixels if kind is TrainReader else self._scaled(plan, chunk, image_size, augment)
+            yield self._finish(plan, scaled, chunk.index)
+
+    def _scaled(self, plan: BatchPlan, chunk: Chunk, image_size: Size, augment: Augment) -> Tensor:
+        """The augmented pixels of a batch of regions, made on the device."""
+        pixels = scale_regions(chunk, draw_flips(plan.key, augment), image_size, self.preprocess)
+        return randaugment(pixels, plan.key, augment)
 
     def _from_memory(
         self, held: ResidentSet, numbers: Iterable[int], image_size: Size, augment: Augment

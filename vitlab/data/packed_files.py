@@ -53,18 +53,27 @@ class PackedSource(ImageSource):
         return os.pread(self.opened[file].fileno(), length, offset)
 
     def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
-        length = int(self.length[index])
         try:
-            if length < 0:
-                raise BrokenImage("", "the row holds no bytes")
-            if length > MAX_FILE_BYTES:  # a file may claim any number
-                raise BrokenImage("", f"it is larger than {MAX_FILE_BYTES >> 20} MB")
-            data = self.read(int(self.shard[index]), int(self.offset[index]), length)
-            if len(data) < length:
-                raise BrokenImage("", "its file ends before it does")
-            return decode(data, "", shrink)
+            return decode(self._bytes(index), "", shrink)
+        except BrokenImage as error:  # its name may take a read
+            raise BrokenImage(self.name(index), error.why) from None
+
+    def encoded(self, index: int) -> bytes:
+        try:
+            return self._bytes(index)
         except BrokenImage as error:
             raise BrokenImage(self.name(index), error.why) from None
+
+    def _bytes(self, index: int) -> bytes:
+        length = int(self.length[index])
+        if length < 0:
+            raise BrokenImage("", "the row holds no bytes")
+        if length > MAX_FILE_BYTES:  # a file may claim any number
+            raise BrokenImage("", f"it is larger than {MAX_FILE_BYTES >> 20} MB")
+        data = self.read(int(self.shard[index]), int(self.offset[index]), length)
+        if len(data) < length:
+            raise BrokenImage("", "its file ends before it does")
+        return data
 
 
 def file_state(path: str) -> str:

@@ -35,6 +35,8 @@ OPERATIONS = (*AFFINE, *TABLES, "color", "sharpness", "cutout")
 def randaugment(pixels: Tensor, key: Keys, augment: Augment) -> Tensor:
     """Augmented images, (n, 3, h, w) uint8, as `pixels`; `key`, (n,), determines the operations."""
     layers, magnitude = augment.randaugment
+    if not layers:  # which is most runs: even drawing no numbers takes time for every image
+        return pixels
     draws = uniforms(key, LAYERS, 4 * layers).reshape(len(key), layers, 4)
     for layer in draws.transpose(1, 0, 2):
         chosen = (layer[:, 0] * len(OPERATIONS)).astype(np.int64)

@@ -61,6 +61,10 @@ class ImageSource:
         """The upright RGB image; raises BrokenImage. `shrink` allows a smaller one, see decoder.py."""
         raise NotImplementedError
 
+    def encoded(self, index: int) -> bytes | None:
+        """The file that `image` decodes, where there is one; raises BrokenImage."""
+        return None
+
 
 @dataclass(frozen=True)
 class Data:
@@ -114,3 +118,6 @@ class Subset(ImageSource):
 
     def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         return self.source.image(int(self.indices[index]), shrink)
+
+    def encoded(self, index: int) -> bytes | None:
+        return self.source.encoded(int(self.indices[index]))

@@ -83,32 +83,41 @@ def draw_flips(key: Keys, augment: Augment) -> np.ndarray:
     return (uniforms(key, FLIP, 1)[:, 0] < 0.5) & augment.flip
 
 
+def draw_crops(key: Keys) -> Floats:
+    """The random numbers of each image's crop, (n, 3 + TRIES)."""
+    return uniforms(key, CROP, 3 + TRIES)
+
+
 def crop_boxes(key: Keys, ratio: Floats, size: Size, augment: Augment, preprocess: Preprocess) -> Floats:
     """The crop of each image, (n, 4); `ratio`, (n,), is its width over its height."""
+    return drawn_boxes(draw_crops(key), ratio, size, augment, preprocess)
+
+
+def drawn_boxes(draws: Floats, ratio: Floats, size: Size, augment: Augment, preprocess: Preprocess) -> Floats:
+    """The same from random numbers that are drawn already."""
     if augment.crop == "inception":
-        width, height, place = inception_crops(key, ratio, augment.area)
+        width, height, place = inception_crops(draws, ratio, augment.area)
     else:
         share = preprocess.crop if preprocess.fit == "crop" or augment.crop == "resize" else 1.0
-        target = ratio if preprocess.fit == "stretch" else np.full(len(key), size[1] / size[0])
+        target = ratio if preprocess.fit == "stretch" else np.full(len(draws), size[1] / size[0])
         width, height = share * np.minimum(1, target / ratio), share * np.minimum(1, ratio / target)
-        place = uniforms(key, CROP, 2) if augment.crop == "resize" else np.full((len(key), 2), 0.5)
+        place = draws[:, :2] if augment.crop == "resize" else np.full((len(draws), 2), 0.5)
     left, top = (1 - width) * place[:, 0], (1 - height) * place[:, 1]
     return np.stack([left, top, np.minimum(left + width, 1), np.minimum(top + height, 1)], 1)
 
 
-def inception_crops(key: Keys, ratio: Floats, area: tuple[float, float]) -> tuple[Floats, Floats, Floats]:
+def inception_crops(draws: Floats, ratio: Floats, area: tuple[float, float]) -> tuple[Floats, Floats, Floats]:
     """Widths (n,) and heights (n,) of crops in fractions of the sides, and their relative positions (n, 2).
 
     As in the authors' code: the aspect ratio is uniform, then the height is uniform between the one that gives the
     least area and the largest that fits. An aspect ratio at which the least area does not fit is drawn again.
     """
-    draws = uniforms(key, CROP, TRIES + 3)
     aspect = ASPECT[0] + (ASPECT[1] - ASPECT[0]) * draws[:, 3:]  # (n, TRIES)
     relative = aspect / ratio[:, None]  # fraction of the width per fraction of the height
     least = np.sqrt(area[0] / relative)
     most = np.minimum(np.sqrt(area[1] / relative), np.minimum(1, 1 / relative))
     fits = least <= most
-    rows, first = np.arange(len(key)), fits.argmax(1)
+    rows, first = np.arange(len(draws)), fits.argmax(1)
     low, high, relative = least[rows, first], most[rows, first], relative[rows, first]
     height = low + (high - low) * draws[:, 2]
     width = np.minimum(height * relative, 1)

@@ -18,7 +18,16 @@ from torch.utils.data import DataLoader, Dataset, default_convert
 from vitlab.data.decoder import DecodeHint
 from vitlab.data.images import BrokenImage
 from vitlab.data.randaugment import randaugment
-from vitlab.data.transforms import Augment, crop_and_resize, crop_boxes, draw_flips, eval_pixels, shrink_for_crop
+from vitlab.data.rng import Floats
+from vitlab.data.transforms import (
+    Augment,
+    crop_and_resize,
+    draw_crops,
+    draw_flips,
+    drawn_boxes,
+    eval_pixels,
+    shrink_for_crop,
+)
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
 from vitlab.terminal import track
@@ -49,6 +58,7 @@ class Chunk:
     broken: tuple[BrokenEntry, ...] = ()
     error: str = ""
     ratio: Tensor = field(default_factory=lambda: torch.empty(0))  # (c,) width over height of the original images
+    cuts: Tensor = field(default_factory=lambda: torch.empty(0))  # (c, 6) see regions.py, where pixels are (bytes,)
 
     def pin_memory(self) -> "Chunk":
         return replace(self, pixels=self.pixels.pin_memory())
@@ -93,7 +103,11 @@ class ImageReader(Dataset[Chunk]):
         tensors, indices, ratios, met = zip(*(self.read(index, key) for index, key in samples), strict=True)
         broken = tuple(itertools.chain.from_iterable(met))
         ratio = torch.tensor(ratios, dtype=torch.float64)
-        return Chunk(torch.stack(tensors), torch.tensor(indices), broken, ratio=ratio)
+        return Chunk(self.join(list(tensors)), torch.tensor(indices), broken, ratio=ratio)
+
+    def join(self, tensors: list[Tensor]) -> Tensor:
+        """The pixels of a chunk from those of its images."""
+        return torch.stack(tensors)
 
     def __getitems__(self, samples: Samples) -> Chunk:
         """For DataLoader. A UserError is returned as a value: raised in a worker, it would arrive as a traceback."""
@@ -120,6 +134,14 @@ class TrainReader(EvalReader):
 
     augment: Augment
     tries: ClassVar[int] = MAX_BROKEN_RUN
+    drawn: dict[int, tuple[Floats, bool]] = field(default_factory=dict, init=False, repr=False)  # by key, of a chunk
+
+    def read_chunk(self, samples: Samples) -> Chunk:
+        """Draws the numbers of all images at once, which takes a twentieth of the time that it takes one by one."""
+        keys = np.array([key for _, key in samples], np.uint64)
+        flips = draw_flips(keys, self.augment).tolist()
+        self.drawn = dict(zip(keys.tolist(), zip(draw_crops(keys), flips, strict=True), strict=True))
+        return super().read_chunk(samples)
 
     def shrink(self, key: int) -> DecodeHint:
         return shrink_for_crop(key, self.size, self.augment, self.preprocess)
@@ -129,11 +151,14 @@ class TrainReader(EvalReader):
         raise UserError(f"{len(broken)} images in a row cannot be read, the first being {name} ({why}); check the data")
 
     def convert(self, image: Image.Image, key: int) -> Tensor:
-        keys, ratio = np.array([key], np.uint64), np.array([image.width / image.height])
-        box = crop_boxes(keys, ratio, self.size, self.augment, self.preprocess)[0]
-        flip = bool(draw_flips(keys, self.augment)[0])
+        box, flip = self.box(*image.size, key), self.drawn[key][1]
         pixels = crop_and_resize(image, box, self.size, self.preprocess, flip)
-        return randaugment(pixels[None], keys, self.augment)[0]
+        return randaugment(pixels[None], np.array([key], np.uint64), self.augment)[0]
+
+    def box(self, width: int, height: int, key: int) -> Floats:
+        """The crop of an image of this size, (4,), in fractions of its sides."""
+        draws, ratio = self.drawn[key][0][None], np.array([width / height])
+        return drawn_boxes(draws, ratio, self.size, self.augment, self.preprocess)[0]
 
 
 # ---- the processes
@@ -158,7 +183,8 @@ def read_batches(
         parts = list(itertools.islice(chunks, math.ceil(len(samples) / chunk)))
         pixels = torch.cat([part.pixels.to(device, non_blocking=True) for part in parts])
         broken = tuple(entry for part in parts for entry in part.broken)
-        yield Chunk(pixels, torch.cat([part.index for part in parts]), broken)
+        index, cuts = torch.cat([part.index for part in parts]), torch.cat([part.cuts for part in parts])
+        yield Chunk(pixels, index, broken, cuts=cuts)
 
 
 def read_all(reader: ImageReader, count: int, workers: int, title: str) -> Iterator[Chunk]:

@@ -27,7 +27,8 @@ QUICK_CONVOLUTIONS = ("batch=16", "steps=6", "warmup=1")  # ResNets and stems ha
 QUICK_MODEL = ("depth=2", "width=32", "mlp=64", "heads=2")  # of a ViT; a ResNet has no smaller size
 # How a run is computed, so that it applies to pre-training and fine-tuning alike.
 HOW = (
-    *("device", "precision", "compile", "micro", "recompute", "workers", "threads", "resident", "broken_limit"),
+    *("device", "precision", "compile", "micro", "recompute", "workers", "threads", "resident", "resize"),
+    "broken_limit",
     *("tensorboard", "wandb", "mlflow", "log_every", "checkpoint_every"),
 )
 FIXED = ("seed", "model", "weights", *(key for key in LENGTHS if key != "steps"))  # by the study

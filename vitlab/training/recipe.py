@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from vitlab.data.balance import Balance
-from vitlab.data.loader import BROKEN_LIMIT
+from vitlab.data.loader import BROKEN_LIMIT, Resize
 from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
 from vitlab.models.config import LARGEST_SIDE, MOST_WIDTH, ImageSize, Preprocess, Size, ViTConfig
@@ -94,6 +94,9 @@ class Recipe:
     augment: Annotated[Augment, "augmentation"] = field(default_factory=Augment)
     preprocess: Annotated[Preprocess | None, "none: the weights' own, or scaling to [-1, 1]"] = None
     resident: Annotated[bool | None, "hold the images in the device's memory; none: where they fit"] = None
+    resize: Annotated[Resize, "who scales crops of files: workers, or the device, equal to 1 of 255 and faster"] = (
+        "workers"
+    )
     broken_limit: Annotated[float, RATE, "share of broken images to skip before the run ends"] = BROKEN_LIMIT
     hash_data: Annotated[bool, "let --resume compare the images' contents too, not only names, sizes, labels"] = False
 

@@ -338,7 +338,7 @@ def make_loaders(setup: RunSetup, cluster: Cluster, micro: int) -> tuple[TrainLo
     workers = pick_workers(cluster.device) if r.workers is None else r.workers
     common: dict[str, Any] = {"workers": workers, "resident": r.resident, **vars(cluster)}  # device, rank and world
     stream: dict[str, Any] = {"batch": batch, "step": r.batch, "seed": r.seed, "broken_limit": r.broken_limit}
-    stream["balanced"] = r.balance == "sampling"
+    stream |= {"balanced": r.balance == "sampling", "resize": r.resize}
     train = TrainLoader(setup.data.train, size, r.augment, preprocess, **stream, **common)
     batch = min(2 * micro, max(256, TEST_PIXELS // (size[0] * size[1])))  # without gradients, twice as many fit
     others = {name: source for name, source in setup.data.splits.items() if name != "train"}
