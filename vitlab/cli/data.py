@@ -60,7 +60,7 @@ def shrink(
     quality: Annotated[int, Option(help="JPEG's, 50 to 100.")] = 90,
     workers: Annotated[int, Option(min=0, help="Processes that decode images.")] = 0,
 ) -> None:
-    """Copy a data set with photos no larger than training needs, as tar shards that are read several times as fast.
+    """Copy a data set with photos no larger than training needs, as tar shards that are read faster.
 
     Splits, classes, labels and order stay; a JPEG that would not become smaller stays byte for byte. The folder appears
     when it is complete, and an interrupted command continues where it was.
