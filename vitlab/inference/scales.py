@@ -25,12 +25,16 @@ class Scales:
     agreement: float  # share of the images on which the best class is float32's
     images: int  # of which that is
     separate: bool  # whether the ranges are from others
+    layers: int  # that could be in 8 bits
+    work: float  # share of their products' work that is
 
     def __post_init__(self) -> None:
         """A file may hold anything."""
         numbers = self.maxima.values() if isinstance(self.maxima, dict) else [math.nan]
         if not all(isinstance(value, float) and 0 < value < math.inf for value in numbers):
             raise UserError("its maxima are not all positive numbers")
+        if not all(isinstance(share, float) and 0 <= share <= 1 for share in (self.agreement, self.work)):
+            raise UserError("its shares are not numbers from 0 to 1")
 
     @property
     def digest(self) -> str:
@@ -41,7 +45,8 @@ class Scales:
         """One line on what was measured."""
         where = "" if self.separate else ", including those the ranges are from"
         shown = f"on {self.agreement:.2%} of {self.images:,} images{where}"
-        return f"fp8: {len(self.maxima)} dense layers in 8 bits; the best class is float32's {shown}"
+        layers = f"{len(self.maxima)} of {self.layers} dense layers in 8 bits, {self.work:.0%} of their work"
+        return f"fp8: {layers}; the best class is float32's {shown}"
 
     def write(self, path: Path) -> None:
         write_text(path, json.dumps(to_json(self), indent=2) + "\n")
