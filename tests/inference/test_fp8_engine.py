@@ -95,12 +95,21 @@ def test_tokens_are_in_bf16_that_the_head_reads() -> None:
         assert [layer.spared is not None for layer in layers.values()] == [kept] * 4
 
 
+def test_logits_are_in_float32(small: Model) -> None:
+    """Of the features that the rounded layers give; bf16 has 8 bits, so that its logits repeat."""
+    x, scales = torch.randn(3, 3, 32, 32), scales_of(small)
+    features, found = (Engine(small, what, CPU, scales=scales)(x) for what in ("features", "logits"))
+    exact = features.double() @ small.head.weight.double().t() + small.head.bias.double()  # type: ignore[union-attr, operator]
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    assert float((found - found.bfloat16()).abs().max()) > 0
+
+
 def test_layers_of_the_blocks_are_replaced(small: Model) -> None:
     names = [
         f"blocks.{i}.{layer}" for i in (0, 1) for layer in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
     ]
     assert list(float8_layers(small)) == names
-    use_scales(small, scales_of(small, ".mlp."))
+    use_scales(small, small, scales_of(small, ".mlp."))
     kinds = {name for name, part in small.named_modules() if isinstance(part, StaticFloat8)}
     assert kinds == {name for name in names if ".mlp." in name}
     assert not float8_layers(vitlab.create("Ti/8", image_size=32, depth=1, width=24, heads=2, mlp=40, classes=3))
@@ -206,7 +215,7 @@ def test_the_engine_computes_in_8_bits_until_the_model_changes(small: Model) -> 
     scales, x = scales_of(small), torch.randn(3, 3, 32, 32)
     engine = Engine(small, "logits", CPU, scales=scales)
     replaced = working_copy(small, half=True)
-    use_scales(replaced, scales)
+    use_scales(replaced, small, scales)
     with torch.no_grad():
         exact = small(x).double()
         with torch.autocast("cpu", torch.bfloat16):

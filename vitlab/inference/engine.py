@@ -197,7 +197,7 @@ class Engine:
         if self.scales is not None:
             from vitlab.inference.fp8 import use_scales
 
-            use_scales(copied, self.scales)
+            use_scales(copied, self.model, self.scales)
             self.quantized = copied
         if self.device.type == "cuda":
             module = ValuesOf(copied, self.what, self.preprocess)
