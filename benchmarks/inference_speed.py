@@ -57,7 +57,7 @@ def random_scales(model: Model, device: torch.device) -> Scales:
     """For speed alone."""
     pixels = torch.randint(0, 256, (4, 3, *model.config.image_size), dtype=torch.uint8)
     maxima = largest_inputs(model, pixels, device)
-    return Scales(weights_key(model), maxima, 1.0, 4, separate=False, layers=len(maxima), work=1.0)
+    return Scales(weights_key(model), maxima, 1.0, 4, separate=False, layers=len(maxima), work=1.0, rest="float16")
 
 
 def throughput(case: Case, terms: Terms, found: dict[str, Any]) -> None:

@@ -6,9 +6,10 @@ from conftest import Randomize
 from scipy.stats import norm
 
 import vitlab
-from vitlab.inference.calibration import NOTHING, largest_inputs, logits_of, rounding_variance
+from vitlab.inference.calibration import largest_inputs, logits_of, rounding_variance
 from vitlab.inference.effects import count_harmless, harmless_first, margin_changes, margins
 from vitlab.inference.fp8 import in_8_bits
+from vitlab.inference.scales import Scales
 from vitlab.models.variants import Model
 
 CPU = torch.device("cpu")
@@ -23,7 +24,7 @@ def test_changes_of_margins_are_those_of_a_model_with_the_layer(small: Model) ->
     """Put into the model, one layer moves best and second logit nearly as predicted, by image and by layer."""
     pixels = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8)
     maxima = largest_inputs(small, pixels, CPU)
-    changes = margin_changes(small, maxima, pixels, CPU)
+    changes = margin_changes(small, maxima, torch.float16, pixels, CPU)
     assert list(changes) == list(maxima)
     assert not any(module._forward_hooks for module in small.modules())
     images = pixels / 255 * 2 - 1
@@ -31,7 +32,7 @@ def test_changes_of_margins_are_those_of_a_model_with_the_layer(small: Model) ->
         exact = small(images)
         best, second = exact.topk(2).indices.unbind(1)
         rows = torch.arange(40)
-        for name, layer in in_8_bits(small, maxima).items():
+        for name, layer in in_8_bits(small, maxima, torch.float16).items():
             target = small.get_submodule(name)
             with target.register_forward_hook(lambda _, inputs, out, layer=layer: layer(inputs[0]).to(out.dtype)):
                 logits = small(images)
@@ -39,14 +40,15 @@ def test_changes_of_margins_are_those_of_a_model_with_the_layer(small: Model) ->
             assert float((changes[name] - actual).norm()) < 0.25 * float(actual.norm()), name
 
 
-def test_the_variance_of_bf16(small: Model) -> None:
+def test_the_variance_of_16_bits(small: Model) -> None:
+    nothing = Scales("", {}, 1.0, 40, separate=True, layers=8, work=0.0, rest="bfloat16")
     pixels = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8)
-    exact, half = (logits_of(small, pixels, CPU, scales).double() for scales in (None, NOTHING))
+    exact, half = (logits_of(small, pixels, CPU, scales).double() for scales in (None, nothing))
     squares = []
     for one, other in zip(exact, half, strict=True):
         best, second = one.argsort(descending=True)[:2]
         squares.append(float((other[best] - other[second]) - (one[best] - one[second])) ** 2)
-    assert rounding_variance(small, pixels, CPU) == pytest.approx(sum(squares) / 40, rel=1e-3)
+    assert rounding_variance(small, pixels, CPU, nothing) == pytest.approx(sum(squares) / 40, rel=1e-3)
     assert sum(squares) > 0
 
 

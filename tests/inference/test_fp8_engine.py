@@ -16,13 +16,14 @@ from vitlab.evaluation.piece_cache import model_key
 from vitlab.export.scales_file import find_scales, scales_path
 from vitlab.inference import calibration
 from vitlab.inference.calibration import (
-    NOTHING,
     agreement,
     calibrate,
     check_hardware,
     check_model,
     largest_inputs,
+    largest_value,
     logits_of,
+    pick_rest,
 )
 from vitlab.inference.engine import TOLERANCE, Engine
 from vitlab.inference.fp8 import StaticFloat8, float8_layers, in_8_bits, use_scales
@@ -47,11 +48,11 @@ def photos(count: int) -> Tensor:
 def scales_of(model: Model, part: str = "") -> Scales:
     maxima = largest_inputs(model, photos(8), CPU)
     chosen = {name: value for name, value in maxima.items() if part in name}
-    return Scales(weights_key(model), chosen, 1.0, 8, separate=True, layers=8, work=len(chosen) / 8)
+    return Scales(weights_key(model), chosen, 1.0, 8, separate=True, layers=8, work=len(chosen) / 8, rest="float16")
 
 
 def scales_of_all(model: Model, maxima: dict[str, float]) -> Scales:
-    return Scales(weights_key(model), maxima, 1.0, 8, separate=True, layers=len(maxima), work=1.0)
+    return Scales(weights_key(model), maxima, 1.0, 8, separate=True, layers=len(maxima), work=1.0, rest="float16")
 
 
 # ---- a layer
@@ -91,7 +92,7 @@ def test_the_first_token_is_in_bf16() -> None:
 def test_tokens_are_in_bf16_that_the_head_reads() -> None:
     for pool, kept in (("token", True), ("token_mean", True), ("mean", False)):
         model = vitlab.create("Ti/8", image_size=32, depth=1, width=32, heads=2, mlp=64, classes=3, pool=pool)
-        layers = in_8_bits(model, dict.fromkeys(float8_layers(model), 1.0))
+        layers = in_8_bits(model, dict.fromkeys(float8_layers(model), 1.0), torch.float16)
         assert [layer.spared is not None for layer in layers.values()] == [kept] * 4
 
 
@@ -148,7 +149,7 @@ def test_as_many_layers_as_keep_the_classes(small: Model, monkeypatch: pytest.Mo
     all_of_them = agreement(exact, logits_of(small, measured, CPU, scales_of_all(small, maxima)))
     assert (found.maxima, found.agreement, found.images) == (maxima, all_of_them, 100)
     assert (found.layers, found.work) == (8, 1.0)
-    alone = agreement(exact, logits_of(small, measured, CPU, NOTHING))
+    alone = agreement(exact, logits_of(small, measured, CPU, scales_of_all(small, {})))
     assert alone > all_of_them
     monkeypatch.setattr(calibration, "LEAST", alone)
     found = calibrate(small, ranges, measured, CPU, separate=True)
@@ -159,9 +160,24 @@ def test_as_many_layers_as_keep_the_classes(small: Model, monkeypatch: pytest.Mo
     assert f"fp8: {len(found.maxima)} of 8 dense layers in 8 bits, {found.work:.0%} of their work" in found.describe()
 
 
+def test_float16_where_its_range_has_room(small: Model) -> None:
+    """The largest value is that of the tokens; with a bias of 10,000 on one of their channels there is no room."""
+    pixels = photos(4)
+    with torch.no_grad():
+        before, largest = largest_value(small, pixels, CPU), float(small.tokens(pixels / 255 * 2 - 1).abs().max())
+        assert before >= largest
+        assert pick_rest(small, pixels, CPU) == "float16"
+        small.embed.bias[3] = 1e4  # type: ignore[index, union-attr]
+    assert largest_value(small, pixels, CPU) > 5e3
+    assert pick_rest(small, pixels, CPU) == "bfloat16"
+    found = calibrate(small, pixels, pixels, CPU, separate=False)
+    engine = Engine(small, "logits", CPU, scales=found)
+    assert (found.rest, engine.half_dtype) == ("bfloat16", torch.bfloat16)
+
+
 def test_models_are_refused_whose_classes_change(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "LEAST", 1.01)
-    with pytest.raises(UserError, match=r"with 1 of 8 layers in 8 bits, below 101% of 4 images; bf16 alone has"):
+    with pytest.raises(UserError, match=r"with 1 of 8 layers in 8 bits, below 101% of 4 images; float16 alone has"):
         calibrate(small, photos(4), photos(4), CPU, separate=True)
 
 
@@ -214,17 +230,17 @@ def test_the_engine_computes_in_8_bits_until_the_model_changes(small: Model) -> 
     """Emulated here: the values of a model whose layers were replaced by hand."""
     scales, x = scales_of(small), torch.randn(3, 3, 32, 32)
     engine = Engine(small, "logits", CPU, scales=scales)
-    replaced = working_copy(small, half=True)
+    replaced = working_copy(small, half=True, dtype=torch.float16)
     use_scales(replaced, small, scales)
     with torch.no_grad():
         exact = small(x).double()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.float16):
             assert torch.equal(engine(x), replaced(x))
     off = float((engine(x).double() - exact).norm() / exact.norm())
     assert 0.001 < off < 0.2
     assert not engine.prepare(3)  # nothing is faster on a CPU
     small.load_state_dict({name: 2 * tensor for name, tensor in small.state_dict().items()})
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
         assert torch.equal(engine(x), small(x))
 
 
@@ -279,6 +295,8 @@ def test_scales_are_kept_with_the_key_of_the_weights(
         {"weights": None},
         {"work": 2.0},
         {"work": "1"},
+        {"layers": "8"},
+        {"rest": "float64"},
     ],
 )
 def test_damaged_files_are_one_line(change: dict[str, object], small: Model, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from vitlab.text import listed
 
 LEAST = 0.99  # agreement
 SLACK = 0.9  # of the disagreement allowed, how much is aimed at first
-NOTHING = Scales("", {}, 0.0, 0, separate=False, layers=0, work=0.0)  # in 8 bits: all is bf16's
+ROOM = 16.0  # how many times the largest value seen float16 must hold
 BATCH = 64
 
 
@@ -55,23 +55,25 @@ def calibrate(model: Model, ranges: Tensor, measured: Tensor, device: torch.devi
     """
     maxima = largest_inputs(model, ranges, device)
     work = {name: layer.weight.numel() for name, layer in float8_layers(model).items()}
-    exact, key, tried = logits_of(model, measured, device), weights_key(model), list[str]()
-    variances = harmless_first(margin_changes(model, maxima, ranges, device), work)
-    order, rounding = list(variances), rounding_variance(model, ranges, device)
+    nothing = Scales(
+        weights_key(model), {}, 0.0, len(measured), separate, len(work), 0.0, pick_rest(model, ranges, device)
+    )
+    exact, tried = logits_of(model, measured, device), list[str]()
+    variances = harmless_first(margin_changes(model, maxima, nothing.dtype, ranges, device), work)
+    order, rounding = list(variances), rounding_variance(model, ranges, device, nothing)
     count = max(1, count_harmless(list(variances.values()), rounding, margins(exact), 1 - SLACK * (1 - LEAST)))
     while count:
         chosen = {name: maxima[name] for name in maxima if name in order[:count]}
-        part = sum(work[name] for name in chosen) / sum(work.values())
-        scales = Scales(key, chosen, 0.0, len(measured), separate, len(order), part)
+        scales = replace(nothing, maxima=chosen, work=sum(work[name] for name in chosen) / sum(work.values()))
         share = agreement(exact, logits_of(model, measured, device, scales))
         if share >= LEAST:
             return replace(scales, agreement=share)
         tried.append(f"{share:.2%} with {count}")
         count -= math.ceil(count / 4)
-    alone = agreement(exact, logits_of(model, measured, device, NOTHING))
+    alone = agreement(exact, logits_of(model, measured, device, nothing))
     raise UserError(
         f"fp8 is refused: the best class is float32's on {tried[-1]} of {len(order)} layers in 8 bits, below "
-        f"{LEAST:.0%} of {len(measured)} images; bf16 alone has {alone:.2%}"
+        f"{LEAST:.0%} of {len(measured)} images; {nothing.rest} alone has {alone:.2%}"
     )
 
 
@@ -80,9 +82,14 @@ def agreement(exact: Tensor, found: Tensor) -> float:
     return float((found.argmax(1) == exact.argmax(1)).double().mean())
 
 
-def rounding_variance(model: Model, pixels: Tensor, device: torch.device) -> float:
-    """The mean square by which bf16, in which all else is computed, changes the margin of the two best classes."""
-    exact, found = (logits_of(model, pixels, device, scales) for scales in (None, NOTHING))
+def pick_rest(model: Model, pixels: Tensor, device: torch.device) -> str:
+    """What all else is computed in: float16, which rounds to three bits more than bf16, if its range has room."""
+    return "float16" if largest_value(model, pixels, device) * ROOM < torch.finfo(torch.float16).max else "bfloat16"
+
+
+def rounding_variance(model: Model, pixels: Tensor, device: torch.device, nothing: Scales) -> float:
+    """The mean square by which 16 bits, with nothing in 8, change the margin of the two best classes."""
+    exact, found = (logits_of(model, pixels, device, scales) for scales in (None, nothing))
     pairs = exact.topk(2).indices
     change = (found - exact).gather(1, pairs).diff(dim=1)
     return float(change.double().square().mean())
@@ -109,8 +116,25 @@ def largest_inputs(model: Model, pixels: Tensor, device: torch.device) -> dict[s
     return maxima
 
 
+@torch.inference_mode()
+def largest_value(model: Model, pixels: Tensor, device: torch.device) -> float:
+    """The largest magnitude that any part of the model returns, in the weights' own precision."""
+    found = [torch.zeros((), device=device)]
+
+    def look(_: nn.Module, inputs: tuple[Tensor, ...], out: object) -> None:
+        if isinstance(out, Tensor):
+            found[0] = torch.maximum(found[0], out.abs().amax())
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_hook(look))
+        for part in pixels.split(BATCH):
+            model(normalize(part.to(device), model.card.preprocess))
+    return float(found[0])
+
+
 def logits_of(model: Model, pixels: Tensor, device: torch.device, scales: Scales | None = None) -> Tensor:
-    """Logits (n, classes) in float32: the model's own, or those of bf16 with the layers that have scales in 8 bits."""
+    """Logits (n, classes) in float32: the model's own, or those of 16 bits with the layers that have scales in 8."""
     engine = Engine(model, "logits", device, preprocess=model.card.preprocess, scales=scales)
     engine.half = scales is not None
     return torch.cat([engine(part.to(device)).float().cpu() for part in pixels.split(BATCH)])

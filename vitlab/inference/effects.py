@@ -2,7 +2,7 @@
 
 Let e be the error of a layer's output if only this layer is in 8 bits, and g the gradient there of the margin, the
 best logit minus the next. To first order the margin changes by <g, e>. Errors of different layers are nearly
-independent, so their variances add up, also with that of bf16, in which everything else is. An image with margin m
+independent, so their variances add up, also with that of 16 bits, in which everything else is. An image with margin m
 keeps its class with probability Phi(m / deviation).
 
 Shapes: B batch, n images, h and w the model's height and width.
@@ -24,11 +24,13 @@ BATCH = 16
 TINY = 1e-12  # variance
 
 
-def margin_changes(model: Model, maxima: dict[str, float], pixels: Tensor, device: torch.device) -> dict[str, Tensor]:
+def margin_changes(
+    model: Model, maxima: dict[str, float], dtype: torch.dtype, pixels: Tensor, device: torch.device
+) -> dict[str, Tensor]:
     """How one layer in 8 bits changes the margin of each image, (n,) by layer, from bytes (n, 3, h, w)."""
     changes: dict[str, list[Tensor]] = {name: [] for name in maxima}
     copied = copy.deepcopy(model).requires_grad_(False)
-    rounded = in_8_bits(copied, maxima)
+    rounded = in_8_bits(copied, maxima, dtype)
 
     def record(name: str, _: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
         with torch.no_grad():
@@ -57,7 +59,7 @@ def harmless_first(changes: dict[str, Tensor], work: dict[str, int]) -> dict[str
 
 
 def count_harmless(variances: Sequence[float], before: float, margins: Tensor, aim: float) -> int:
-    """How many of the first layers leave a share `aim` of images their class, as expected; `before` is bf16's."""
+    """How many of the first layers should leave a share `aim` of images their class; `before` is of 16 bits."""
     for count in range(len(variances), 0, -1):
         deviation = max(before + sum(variances[:count]), TINY) ** 0.5
         if float(torch.special.ndtr(margins.double() / deviation).mean()) >= aim:

@@ -1,6 +1,6 @@
 """Dense layers of a finished model in 8 bits: weights stored so, inputs with one scale that calibration has found.
 
-Where the head reads the class token, that token stays in bf16: the errors of the other tokens are many and attention
+Where the head reads the class token, that token stays in 16 bits: the errors of the other tokens are many and attention
 averages them, those of this one reach the classes as they are. The head itself is in float32.
 
 Shapes: B images, N tokens, M rows, I inputs, O outputs of a layer.
@@ -19,34 +19,37 @@ SIDE = 16  # that both sides of a product in 8 bits are multiples of
 
 
 class StaticFloat8(nn.Module):
-    """A dense layer whose product is in 8 bits. An input beyond the largest one of calibration saturates.
+    """A dense layer whose product is in 8 bits, its outputs in a `dtype` of 16.
 
-    With `spare` the first token of each image is computed in bf16, and inputs are (B, N, I).
+    An input beyond the largest one of calibration saturates. With `spare` the first token of each image is computed in
+    16 bits, and inputs are (B, N, I).
     """
 
     weight: Tensor  # (O, I)
     bias: Tensor | None  # (O,)
-    spared: Tensor | None  # (O, I), the weight in bf16
+    spared: Tensor | None  # (O, I), the weight in 16 bits
     weight_scale: Tensor  # ()
     input_scale: Tensor  # ()
 
-    def __init__(self, layer: nn.Linear, maximum: float, *, spare: bool = False) -> None:
+    def __init__(
+        self, layer: nn.Linear, maximum: float, *, spare: bool = False, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         super().__init__()
         weight = layer.weight.detach().float()
         scale = weight.abs().max().clamp(min=SMALLEST) / LARGEST[E4M3]
-        self.native = has_float8(weight.device)
+        self.native, self.dtype = has_float8(weight.device), dtype
         self.register_buffer("weight", quantize(weight, scale, E4M3))
-        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().to(torch.bfloat16))
-        self.register_buffer("spared", weight.to(torch.bfloat16) if spare else None)
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().to(dtype))
+        self.register_buffer("spared", weight.to(dtype) if spare else None)
         self.register_buffer("weight_scale", scale)
         self.register_buffer("input_scale", torch.full_like(scale, maximum / LARGEST[E4M3]))
 
     def forward(self, x: Tensor) -> Tensor:
         rows = quantize(x.flatten(0, -2), self.input_scale, E4M3)  # (M, I)
-        y = multiply(rows, self.weight.t(), self.input_scale, self.weight_scale, self.bias, self.native)
+        y = multiply(rows, self.weight.t(), self.input_scale, self.weight_scale, self.bias, self.native, self.dtype)
         y = y.unflatten(0, x.shape[:-1])
         if self.spared is not None:  # once more, which is one row of an image's hundreds
-            y[:, 0] = linear(x[:, 0].to(torch.bfloat16), self.spared, self.bias)
+            y[:, 0] = linear(x[:, 0].to(self.dtype), self.spared, self.bias)
         return y
 
 
@@ -81,10 +84,10 @@ def float8_layers(model: Model) -> dict[str, nn.Linear]:
     }
 
 
-def in_8_bits(model: Model, maxima: dict[str, float]) -> dict[str, StaticFloat8]:
+def in_8_bits(model: Model, maxima: dict[str, float], dtype: torch.dtype) -> dict[str, StaticFloat8]:
     """What takes the place of the layers that have a largest input, by name."""
     layers, spare = float8_layers(model), reads_class_token(model)
-    return {name: StaticFloat8(layers[name], maximum, spare=spare) for name, maximum in maxima.items()}
+    return {name: StaticFloat8(layers[name], most, spare=spare, dtype=dtype) for name, most in maxima.items()}
 
 
 def reads_class_token(model: Model) -> bool:
@@ -96,7 +99,7 @@ def use_scales(model: Model, source: Model, scales: Scales) -> None:
 
     In place; the model is then called in mixed precision.
     """
-    replaced: dict[str, nn.Module] = {**in_8_bits(source, scales.maxima)}
+    replaced: dict[str, nn.Module] = {**in_8_bits(source, scales.maxima, scales.dtype)}
     if type(source.head) is nn.Linear:
         replaced["head"] = ExactHead(source.head)
     for name, layer in replaced.items():
