@@ -32,11 +32,13 @@ from vitlab.data.source import ImageSource
 from vitlab.data.transforms import eval_pixels, normalize
 from vitlab.inference.calibration import LEAST, rounding_variance
 from vitlab.inference.effects import count_harmless, harmless_first, margins
-from vitlab.inference.fp8 import float8_layers
+from vitlab.inference.fp8 import float8_layers, reads_class_token
+from vitlab.inference.scales import RESTS, Scales
 from vitlab.kernels.fp8 import E4M3, LARGEST, SMALLEST
 from vitlab.models.variants import Model
 
 CALIBRATED, BATCH = 128, 32
+SLOW = 16  # images in float16, which few CPUs have products in
 KINDS = {"fp8": LARGEST[E4M3], "int8": 127.0}  # and the largest number of each
 # one scale a layer, which is fixed; or one for each output and each token, which has to be computed anew for each image
 SCALES = ("layer", "layer, smoothed", "row", "row, smoothed")
@@ -223,22 +225,33 @@ def changes_by_way(model: Model, seen: dict[str, Inputs], images: Tensor) -> dic
 
 
 def show_layers(model: Model, calibration: Tensor, pixels: Tensor) -> None:
-    """A table of how many layers each way allows; with the class token among the others, and in bf16."""
+    """A table of the share of work that each way allows; with the class token among the others, and in 16 bits."""
     preprocess = model.card.preprocess
-    images, alone = normalize(pixels, preprocess), rounding_variance(model, calibration, torch.device("cpu"))
-    apart = margins(logits(model, images))
-    print(f"{len(images)} images; bf16 alone: variance {alone:.4f}, {kept(apart, alone):.2%} expected to agree")
+    images = normalize(pixels, preprocess)
+    apart, rests = margins(logits(model, images)), {rest: variance_of(model, calibration, rest) for rest in RESTS}
+    print(f"{len(images)} images; the two best classes are {float(apart.median()):.2f} apart (median)")
+    for rest, variance in rests.items():
+        print(f"{rest} alone: variance {variance:.5f}, {kept(apart, variance):.2%} expected to agree")
     work = {name: layer.weight.numel() for name, layer in float8_layers(model).items()}
     found = changes_by_way(model, inputs_of(model, normalize(calibration, preprocess)), images)
-    print(f"| way | class token | variance, all layers | agree, % | layers with {LEAST:.0%} | work, % |")
-    print("|---|---|---|---|---|---|")
-    for (title, by), spare in itertools.product(found.items(), (False, True)):
+    titles = " | ".join(f"{LEAST:.0%} beside {rest}: layers, work" for rest in rests)
+    print(f"| way | class token | variance | all layers agree, % | {titles} |\n|---|---|---|---|---|---|")
+    for (title, by), spare in itertools.product(found.items(), (False, True)[: 1 + reads_class_token(model)]):
         variances = harmless_first({name: x[:, 1] if spare else x.sum(1) for name, x in by.items()}, work)
-        count = count_harmless(list(variances.values()), alone, apart, LEAST)
-        share = sum(work[name] for name in list(variances)[:count]) / sum(work.values())
         total = sum(variances.values())
-        numbers = f"{total:.4f} | {100 * kept(apart, alone + total):.1f} | {count} of {len(work)} | {100 * share:.0f}"
-        print(f"| {title} | {'bf16' if spare else 'fp8'} | {numbers} |", flush=True)
+        cells = [title, "16 bits" if spare else "8 bits", f"{total:.4f}", f"{100 * kept(apart, total):.1f}"]
+        for variance in rests.values():
+            count = count_harmless(list(variances.values()), variance, apart, LEAST)
+            share = sum(work[name] for name in list(variances)[:count]) / sum(work.values())
+            cells.append(f"{count}, {share:.0%}")
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def variance_of(model: Model, pixels: Tensor, rest: str) -> float:
+    """Of a model with nothing in 8 bits; few images where a CPU takes long."""
+    count = SLOW if rest == "float16" else len(pixels)
+    nothing = Scales("", {}, 0.0, 0, separate=False, layers=0, work=0.0, rest=rest)
+    return rounding_variance(model, pixels[:: len(pixels) // count], torch.device("cpu"), nothing)
 
 
 def kept(margins: Tensor, variance: float) -> float:

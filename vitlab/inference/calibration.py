@@ -69,7 +69,7 @@ def calibrate(model: Model, ranges: Tensor, measured: Tensor, device: torch.devi
         if share >= LEAST:
             return replace(scales, agreement=share)
         tried.append(f"{share:.2%} with {count}")
-        count -= math.ceil(count / 4)
+        count -= math.ceil(count / 8)
     alone = agreement(exact, logits_of(model, measured, device, nothing))
     raise UserError(
         f"fp8 is refused: the best class is float32's on {tried[-1]} of {len(order)} layers in 8 bits, below "
