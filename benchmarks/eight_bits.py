@@ -196,7 +196,7 @@ def inputs_of(model: Model, images: Tensor) -> dict[str, Inputs]:
     def look(name: str, _: nn.Linear, inputs: tuple[Tensor, ...], out: Tensor) -> None:
         x = inputs[0].flatten(0, -2)
         new = [*x.aminmax(dim=0), x.sum(0), x.t() @ x, torch.tensor(len(x))]
-        how = (torch.minimum, torch.maximum, torch.add, torch.add, torch.add)
+        how: list[Callable[[Tensor, Tensor], Tensor]] = [torch.minimum, torch.maximum, *[torch.add] * 3]
         found[name] = [f(a, b) for f, a, b in zip(how, found[name], new, strict=True)] if name in found else new
 
     with watch(model, look):
