@@ -58,7 +58,8 @@ def part(found: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
 def random_scales(model: Model, device: torch.device) -> Scales:
     """For speed alone."""
     pixels = torch.randint(0, 256, (4, 3, *model.config.image_size), dtype=torch.uint8)
-    return Scales(weights_key(model), largest_inputs(model, pixels, device), 1.0, 4, separate=False)
+    maxima = largest_inputs(model, pixels, device)
+    return Scales(weights_key(model), maxima, 1.0, 4, separate=False, layers=len(maxima), work=1.0, rest="float16")
 
 
 def throughput(case: Case, terms: Terms, found: dict[str, Any]) -> None:
@@ -143,7 +144,8 @@ def batched(case: Case, terms: Terms, found: dict[str, Any]) -> None:
 def agreement(run: str, images: str, device: torch.device, found: dict[str, Any]) -> None:
     scales = from_images(vitlab.load(run), images, device)
     found |= {"agreement": scales.agreement, "images": scales.images, "separate": scales.separate}
-    found |= {"layers": len(scales.maxima), "emulated": not has_float8(device)}
+    found |= {"layers": len(scales.maxima), "of": scales.layers, "work": scales.work}
+    found |= {"emulated": not has_float8(device)}
 
 
 def main() -> None:

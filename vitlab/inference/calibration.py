@@ -1,15 +1,18 @@
-"""Scales for 8 bits from images like those that a model will see: the layers' ranges, and how far the classes agree.
+"""Scales for 8 bits from images like those that a model will see: ranges, harmless layers, and how far classes agree.
 
 Shapes: n images, h and w the model's height and width.
 """
 
+import math
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from vitlab.data.transforms import normalize
 from vitlab.errors import UserError
+from vitlab.inference.effects import count_harmless, harmless_first, margin_changes, margins
 from vitlab.inference.engine import Engine
 from vitlab.inference.fp8 import float8_layers
 from vitlab.inference.scales import Scales, weights_key
@@ -20,6 +23,8 @@ from vitlab.models.vit import ViT
 from vitlab.text import listed
 
 LEAST = 0.99  # agreement
+SLACK = 0.9  # of the disagreement allowed, how much is aimed at first
+ROOM = 16.0  # how many times the largest value seen float16 must hold
 BATCH = 64
 
 
@@ -45,22 +50,49 @@ def check_hardware(device: torch.device) -> None:
 def calibrate(model: Model, ranges: Tensor, measured: Tensor, device: torch.device, *, separate: bool) -> Scales:
     """Scales from the bytes `ranges`, compared on the bytes `measured`, (n, 3, h, w) each.
 
-    All layers, or those of the MLPs if the best class of too many images changes; a UserError if it still does. The
-    model is in eval mode and on the device.
+    Layers are in 8 bits that are harmless by what they do to `ranges`; fewer where too many best classes of `measured`
+    change, and a UserError where they do with a single one. The model is in eval mode and on the device.
     """
     maxima = largest_inputs(model, ranges, device)
-    best, key, tried = best_classes(model, measured, device), weights_key(model), list[str]()
-    for words, part in (("all layers", ""), ("the MLPs alone", ".mlp.")):
-        chosen = {name: value for name, value in maxima.items() if part in name}
-        scales = Scales(key, chosen, 0.0, len(measured), separate)
-        share = float((best_classes(model, measured, device, scales) == best).double().mean())
-        if share >= LEAST:
-            return Scales(key, chosen, share, len(measured), separate)
-        tried.append(f"{share:.2%} with {words}")
-    shares = " and ".join(tried)
-    raise UserError(
-        f"fp8 is refused: the best class is float32's on {shares} of {len(measured)} images, below {LEAST:.0%}"
+    work = {name: layer.weight.numel() for name, layer in float8_layers(model).items()}
+    nothing = Scales(
+        weights_key(model), {}, 0.0, len(measured), separate, len(work), 0.0, pick_rest(model, ranges, device)
     )
+    exact, tried = logits_of(model, measured, device), list[str]()
+    variances = harmless_first(margin_changes(model, maxima, nothing.dtype, ranges, device), work)
+    order, rounding = list(variances), rounding_variance(model, ranges, device, nothing)
+    count = max(1, count_harmless(list(variances.values()), rounding, margins(exact), 1 - SLACK * (1 - LEAST)))
+    while count:
+        chosen = {name: maxima[name] for name in maxima if name in order[:count]}
+        scales = replace(nothing, maxima=chosen, work=sum(work[name] for name in chosen) / sum(work.values()))
+        share = agreement(exact, logits_of(model, measured, device, scales))
+        if share >= LEAST:
+            return replace(scales, agreement=share)
+        tried.append(f"{share:.2%} with {count}")
+        count -= math.ceil(count / 8)
+    alone = agreement(exact, logits_of(model, measured, device, nothing))
+    raise UserError(
+        f"fp8 is refused: the best class is float32's on {tried[-1]} of {len(order)} layers in 8 bits, below "
+        f"{LEAST:.0%} of {len(measured)} images; {nothing.rest} alone has {alone:.2%}"
+    )
+
+
+def agreement(exact: Tensor, found: Tensor) -> float:
+    """The share of images with the same best class, by logits (n, classes)."""
+    return float((found.argmax(1) == exact.argmax(1)).double().mean())
+
+
+def pick_rest(model: Model, pixels: Tensor, device: torch.device) -> str:
+    """What all else is computed in: float16, which rounds to three bits more than bf16, if its range has room."""
+    return "float16" if largest_value(model, pixels, device) * ROOM < torch.finfo(torch.float16).max else "bfloat16"
+
+
+def rounding_variance(model: Model, pixels: Tensor, device: torch.device, nothing: Scales) -> float:
+    """The mean square by which 16 bits, with nothing in 8, change the margin of the two best classes."""
+    exact, found = (logits_of(model, pixels, device, scales) for scales in (None, nothing))
+    pairs = exact.topk(2).indices
+    change = (found - exact).gather(1, pairs).diff(dim=1)
+    return float(change.double().square().mean())
 
 
 @torch.inference_mode()
@@ -84,8 +116,25 @@ def largest_inputs(model: Model, pixels: Tensor, device: torch.device) -> dict[s
     return maxima
 
 
-def best_classes(model: Model, pixels: Tensor, device: torch.device, scales: Scales | None = None) -> Tensor:
-    """The best class of each image, (n,): the model's own, or with its layers in 8 bits."""
+@torch.inference_mode()
+def largest_value(model: Model, pixels: Tensor, device: torch.device) -> float:
+    """The largest magnitude that any part of the model returns, in the weights' own precision."""
+    found = [torch.zeros((), device=device)]
+
+    def look(_: nn.Module, inputs: tuple[Tensor, ...], out: object) -> None:
+        if isinstance(out, Tensor):
+            found[0] = torch.maximum(found[0], out.abs().amax())
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_hook(look))
+        for part in pixels.split(BATCH):
+            model(normalize(part.to(device), model.card.preprocess))
+    return float(found[0])
+
+
+def logits_of(model: Model, pixels: Tensor, device: torch.device, scales: Scales | None = None) -> Tensor:
+    """Logits (n, classes) in float32: the model's own, or those of 16 bits with the layers that have scales in 8."""
     engine = Engine(model, "logits", device, preprocess=model.card.preprocess, scales=scales)
     engine.half = scales is not None
-    return torch.cat([engine(part.to(device)).float().argmax(1).cpu() for part in pixels.split(BATCH)])
+    return torch.cat([engine(part.to(device)).float().cpu() for part in pixels.split(BATCH)])

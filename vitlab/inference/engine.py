@@ -71,6 +71,7 @@ class Engine:
         self.dtype = next(model.parameters()).dtype
         self.counted = [p for p in model.parameters() if not p.is_inference()]  # torch counts changes of these
         self.half = scales is not None or (has_bf16(device) and self.dtype == torch.float32)
+        self.half_dtype = torch.bfloat16 if scales is None else scales.dtype
         self.fast: dict[int, Run] = {}  # by the batch it is for, ascending; on a GPU at most that
         self.names: dict[int, str] = {}  # what that is
         self.made_for: object = None  # the state of the model that these have
@@ -125,7 +126,7 @@ class Engine:
             x = images if self.preprocess is None else normalize(images, self.preprocess)
             model = self.model if self.quantized is None or self.state() != self.made_for else self.quantized
             own = model.features if self.what == "features" else model
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
+            with torch.autocast(self.device.type, self.half_dtype, enabled=self.half):
                 return self.tail(model, (run or own)(x.to(self.dtype)))
 
         return complete
@@ -193,15 +194,15 @@ class Engine:
             return
         from vitlab.inference.graphs import Graphs, working_copy
 
-        copied = working_copy(self.model, self.half)
+        copied = working_copy(self.model, self.half, self.half_dtype)
         if self.scales is not None:
             from vitlab.inference.fp8 import use_scales
 
-            use_scales(copied, self.scales)
+            use_scales(copied, self.model, self.scales)
             self.quantized = copied
         if self.device.type == "cuda":
             module = ValuesOf(copied, self.what, self.preprocess)
-            self.graphs = Graphs(module, partial(self.tail, copied), self.device, self.half)
+            self.graphs = Graphs(module, partial(self.tail, copied), self.device, self.half, self.half_dtype)
 
     @torch.inference_mode()
     def agrees(self, run: Run, images: Tensor) -> bool:

@@ -1,40 +1,75 @@
 """Dense layers of a finished model in 8 bits: weights stored so, inputs with one scale that calibration has found.
 
-Shapes: M rows, I inputs, O outputs of a layer.
+Where the head reads the class token, that token stays in 16 bits: the errors of the other tokens are many and attention
+averages them, those of this one reach the classes as they are. The head itself is in float32.
+
+Shapes: B images, N tokens, M rows, I inputs, O outputs of a layer.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from vitlab.inference.scales import Scales
 from vitlab.kernels.fp8 import E4M3, LARGEST, SMALLEST, has_float8, multiply, quantize
 from vitlab.models.variants import Model
+from vitlab.models.vit import ViT
 
 SIDE = 16  # that both sides of a product in 8 bits are multiples of
 
 
 class StaticFloat8(nn.Module):
-    """A dense layer whose product is in 8 bits. An input beyond the largest one of calibration saturates."""
+    """A dense layer whose product is in 8 bits, its outputs in a `dtype` of 16.
+
+    An input beyond the largest one of calibration saturates. With `spare` the first token of each image is computed in
+    16 bits, and inputs are (B, N, I).
+    """
 
     weight: Tensor  # (O, I)
     bias: Tensor | None  # (O,)
+    spared: Tensor | None  # (O, I), the weight in 16 bits
     weight_scale: Tensor  # ()
     input_scale: Tensor  # ()
 
-    def __init__(self, layer: nn.Linear, maximum: float) -> None:
+    def __init__(
+        self, layer: nn.Linear, maximum: float, *, spare: bool = False, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         super().__init__()
         weight = layer.weight.detach().float()
         scale = weight.abs().max().clamp(min=SMALLEST) / LARGEST[E4M3]
-        self.native = has_float8(weight.device)
+        self.native, self.dtype = has_float8(weight.device), dtype
         self.register_buffer("weight", quantize(weight, scale, E4M3))
-        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().to(torch.bfloat16))
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().to(dtype))
+        self.register_buffer("spared", weight.to(dtype) if spare else None)
         self.register_buffer("weight_scale", scale)
         self.register_buffer("input_scale", torch.full_like(scale, maximum / LARGEST[E4M3]))
 
     def forward(self, x: Tensor) -> Tensor:
         rows = quantize(x.flatten(0, -2), self.input_scale, E4M3)  # (M, I)
-        y = multiply(rows, self.weight.t(), self.input_scale, self.weight_scale, self.bias, self.native)
-        return y.unflatten(0, x.shape[:-1])
+        y = multiply(rows, self.weight.t(), self.input_scale, self.weight_scale, self.bias, self.native, self.dtype)
+        y = y.unflatten(0, x.shape[:-1])
+        if self.spared is not None:  # once more, which is one row of an image's hundreds
+            y[:, 0] = linear(x[:, 0].to(self.dtype), self.spared, self.bias)
+        return y
+
+
+class ExactHead(nn.Module):
+    """The head in float32: in bf16, logits between 8 and 16 are 1/16 apart, and the best two often equal.
+
+    It takes one token of an image, next to nothing of the work.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("weight", layer.weight.detach().float().clone())
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().float().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return linear(x.float(), self.weight, self.bias)
 
 
 def float8_layers(model: Model) -> dict[str, nn.Linear]:
@@ -49,9 +84,24 @@ def float8_layers(model: Model) -> dict[str, nn.Linear]:
     }
 
 
-def use_scales(model: Model, scales: Scales) -> None:
-    """Replace the layers that have a scale, in place; it is then called in mixed precision."""
-    layers = float8_layers(model)
-    for name, maximum in scales.maxima.items():
+def in_8_bits(model: Model, maxima: dict[str, float], dtype: torch.dtype) -> dict[str, StaticFloat8]:
+    """What takes the place of the layers that have a largest input, by name."""
+    layers, spare = float8_layers(model), reads_class_token(model)
+    return {name: StaticFloat8(layers[name], most, spare=spare, dtype=dtype) for name, most in maxima.items()}
+
+
+def reads_class_token(model: Model) -> bool:
+    return isinstance(model, ViT) and model.config.pool in ("token", "token_mean")
+
+
+def use_scales(model: Model, source: Model, scales: Scales) -> None:
+    """Replace the layers that have a scale, and the head, by those of another copy, which has not been rounded.
+
+    In place; the model is then called in mixed precision.
+    """
+    replaced: dict[str, nn.Module] = {**in_8_bits(source, scales.maxima, scales.dtype)}
+    if type(source.head) is nn.Linear:
+        replaced["head"] = ExactHead(source.head)
+    for name, layer in replaced.items():
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, StaticFloat8(layers[name], maximum))
+        setattr(model.get_submodule(parent), child, layer)

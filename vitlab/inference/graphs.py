@@ -41,13 +41,20 @@ class Recording:
 
 
 class Graphs:
-    """The recordings of one module, called in mixed bf16 with `half`, and of what a `tail` makes of its values.
+    """The recordings of one module, called in mixed precision with `half`, and of what a `tail` makes of its values.
 
     One runs at a time, on a stream of their own, so they share a lock and the memory of what they compute in between.
     """
 
-    def __init__(self, module: nn.Module, tail: Callable[[Tensor], Tensor], device: torch.device, half: bool) -> None:
-        self.device, self.half, self.tail = device, half, tail
+    def __init__(
+        self,
+        module: nn.Module,
+        tail: Callable[[Tensor], Tensor],
+        device: torch.device,
+        half: bool,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.device, self.half, self.tail, self.dtype = device, half, tail, dtype
         self.forward = torch.compile(module, dynamic=False)  # kept: graphs read the constants of compiled code
         self.using, self.pool = threading.Lock(), torch.cuda.graph_pool_handle()
         # recordings are made on another stream than they run on, as both may happen at one time
@@ -73,7 +80,7 @@ class Graphs:
 
     def compute(self, images: Tensor) -> Tensor:
         # without the cache of casts, whose tensors would belong to the recording
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.half, cache_enabled=False):
+        with torch.autocast("cuda", self.dtype, enabled=self.half, cache_enabled=False):
             values = self.tail(self.forward(images))
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
@@ -104,8 +111,8 @@ def room_for_shapes() -> Iterator[None]:
         yield
 
 
-def working_copy(model: Model, half: bool) -> Model:
-    """A copy to compile, with kernels where they fit; with `half`, of bf16 weights, to be called in mixed precision.
+def working_copy(model: Model, half: bool, dtype: torch.dtype = torch.bfloat16) -> Model:
+    """A copy to compile, with kernels where they fit; with `half`, in 16 bits, to be called in mixed precision.
 
     The original may be changed meanwhile: an explanation adds hooks to it, for instance.
     """
@@ -113,10 +120,10 @@ def working_copy(model: Model, half: bool) -> Model:
     if not half:
         return model
     if isinstance(model, ViT):
-        round_weights(model)
+        round_weights(model, dtype)
         use_kernels(model, compiled=True)
     else:  # standardized convolutions keep the precision of their kernels
         for module in model.modules():
             if type(module) in (nn.Linear, nn.Conv2d):
-                module.to(torch.bfloat16)
+                module.to(dtype)
     return model

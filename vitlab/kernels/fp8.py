@@ -86,17 +86,25 @@ def largest(x: Tensor) -> Tensor:
 
 
 def multiply(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, native: bool, *, fast: bool = True
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    native: bool,
+    out: torch.dtype = torch.bfloat16,
+    *,
+    fast: bool = True,
 ) -> Tensor:
-    """(a a_scale) (b b_scale) + bias in bfloat16, with b (I, O) stored by columns; emulated if not native.
+    """(a a_scale) (b b_scale) + bias in 16 bits, with b (I, O) stored by columns; emulated if not native.
 
     The fast sums are of about 14 bits, which is enough for hundreds of terms and not for tens of thousands.
     """
     if native:
-        kinds: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
+        kinds: dict[str, Any] = {"out_dtype": out, "use_fast_accum": fast}
         return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, bias=bias, **kinds)
     y = (a.float() * a_scale) @ (b.float() * b_scale)
-    return (y if bias is None else y + bias).to(torch.bfloat16)
+    return (y if bias is None else y + bias).to(out)
 
 
 def has_float8(device: torch.device) -> bool:
