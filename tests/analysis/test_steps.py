@@ -191,7 +191,7 @@ def test_a_failure_leaves_no_hooks(randomize: Any) -> None:
 
 def test_other_models_are_an_error() -> None:
     resnet: Any = vitlab.create("R50x1", classes=2, image_size=32)
-    with pytest.raises(UserError, match="ResNet: it has no patches"):
+    with pytest.raises(UserError, match="this model is a ResNet; patches"):
         five_steps(resnet, torch.zeros(3, 32, 32))
     with pytest.raises(UserError, match="not Linear"):
         five_steps(torch.nn.Linear(1, 1), torch.zeros(3, 32, 32))  # type: ignore[arg-type]
