@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vitlab.inference.fused import fuse
 from vitlab.inference.onnx_file import OnnxFile, to_proto
 from vitlab.inference.traced import traceable
 from vitlab.inference.values import ValuesOf, What
@@ -101,7 +102,7 @@ def onnx_in(folder: Path) -> OnnxFile:
 
 
 def write_onnx(model: Model, what: What, folder: Path) -> None:
-    onnx_in(folder).save(to_proto(ValuesOf(traceable(model), what), model, False))
+    onnx_in(folder).save(to_proto(ValuesOf(fuse(traceable(model)), what), model, False))
 
 
 # ---- while the model answers
