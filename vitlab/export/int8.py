@@ -26,6 +26,7 @@ SEPARATE = 200  # if there are at least so many others
 FEWEST = 16
 SLACK = 0.8  # of the disagreement allowed, how much is aimed at first
 TRIES, STEP = 4, 4  # how often, and at least how many layers more are left float each time
+CHEAP = 8  # one of so many layers may be left float for more agreement than is needed
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,12 @@ class Prepared:
     variance: dict[str, float]
 
     def choose(
-        self, run: Callable[[dict[str, Scale]], Runner], logits: Tensor, pixels: Tensor, least: float
+        self,
+        run: Callable[[dict[str, Scale]], Runner],
+        logits: Tensor,
+        pixels: Tensor,
+        least: float,
+        wanted: float = 0.0,
     ) -> tuple[tuple[str, ...], float, float]:
         """The layers left float, the agreement with logits (n, K) on bytes, and the largest difference of a logit.
 
@@ -148,7 +154,7 @@ class Prepared:
             runner = run({name: scale for name, scale in self.scales.items() if name not in floats})
             return agreement(runner, logits, pixels, self.model.card.preprocess)
 
-        return search(measure, self.variance, logits, least)
+        return search(measure, self.variance, logits, least, wanted)
 
 
 def prepare(model: ViT, pixels: Tensor) -> Prepared:
@@ -162,9 +168,15 @@ def prepare(model: ViT, pixels: Tensor) -> Prepared:
 
 
 def search(
-    measure: Callable[[tuple[str, ...]], tuple[float, float]], variance: dict[str, float], logits: Tensor, least: float
+    measure: Callable[[tuple[str, ...]], tuple[float, float]],
+    variance: dict[str, float],
+    logits: Tensor,
+    least: float,
+    wanted: float = 0.0,
 ) -> tuple[tuple[str, ...], float, float]:
     """Leave as many layers float as should suffice, measure, and leave more float if it did not.
+
+    `least` must be reached; a few layers more are left float for the agreement that is `wanted`.
 
     `measure` writes a file in which the given layers are float, and returns its agreement and the largest difference
     of a logit. Returns the layers left float and these two.
@@ -174,7 +186,9 @@ def search(
     floats: tuple[str, ...] = ()
     for attempt in range(TRIES):
         aim = 1 - (1 - min(least, 0.999)) * SLACK * 0.5**attempt
-        count = max(count_float_layers(variance, best - second, aim), len(floats) + STEP if attempt else 0)
+        more = count_float_layers(variance, best - second, 1 - (1 - wanted) * SLACK) if wanted else 0
+        more = len(floats) + STEP if attempt else min(more, len(order) // CHEAP)
+        count = max(count_float_layers(variance, best - second, aim), more)
         if attempt and count >= len(order):
             break
         floats = tuple(order[: min(count, len(order) - 1)])  # at least one is int8, so that an error has its agreement

@@ -16,7 +16,6 @@ from vitlab.inference.graph_check import check_graph
 from vitlab.inference.onnx_file import LARGEST, Runner, open_session
 from vitlab.inference.scales import Scales
 from vitlab.models.config import Size
-from vitlab.settings import to_json
 from vitlab.text import brief
 
 NAME = "int8.onnx"
@@ -60,7 +59,7 @@ class Int8:
 
         proto = onnx.load_model_from_string(self.graph)
         facts = {name: value for name, value in vars(self).items() if name != "graph"}
-        proto.metadata_props.add(key=KEY, value=json.dumps(to_json(facts)))
+        proto.metadata_props.add(key=KEY, value=json.dumps(facts))
         with atomic_file(path) as file:
             file.write(proto.SerializeToString())
 
