@@ -15,6 +15,7 @@ from scipy.stats import norm
 from torch import Tensor, nn
 
 import vitlab
+from vitlab.export.int8 import search
 from vitlab.export.qdq import quantize_layers
 from vitlab.export.quantize import (
     Scale,
@@ -213,3 +214,29 @@ def test_as_many_layers_stay_float_as_the_margins_need() -> None:
         expected = norm.cdf(margins.numpy() / rest**0.5).mean()
         assert count_float_layers(variance, margins, expected - 1e-6) == left
         assert count_float_layers(variance, margins, expected + 1e-6) == left + 1
+
+
+@pytest.mark.parametrize("off", [1.0, 1.5, 3.0])
+def test_the_search_allows_for_an_estimate_that_is_off(off: float) -> None:
+    """Agreement that is worse than expected by a factor: found in few tries, and not with many layers too many."""
+    variance = {str(i): 2 * 0.8**i for i in range(48)}
+    logits = 5 * torch.randn(1000, 20, generator=torch.Generator().manual_seed(0))
+    best, second = logits.topk(2).values.unbind(1)
+
+    def share(count: int) -> float:
+        left = sum(list(variance.values())[count:])
+        return 1 - off * (1 - float(norm.cdf((best - second).numpy() / left**0.5).mean()))
+
+    tried: list[int] = []
+
+    def measure(floats: tuple[str, ...]) -> tuple[float, float]:
+        tried.append(len(floats))
+        return share(len(floats)), 0.0
+
+    least = share(12)
+    floats, found, _ = search(measure, variance, logits, least)
+    assert found >= least
+    assert len(tried) <= 2
+    assert list(variance)[: len(floats)] == list(floats)
+    assert 12 <= len(floats) <= 20
+    assert len(search(measure, variance, logits, share(0), wanted=0.9999)[0]) == 48 // 8  # so many are cheap

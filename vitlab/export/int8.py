@@ -12,7 +12,16 @@ from vitlab.errors import UserError
 from vitlab.export.compare import SPEED_BATCH, Comparison, agreement, compare, compute_logits, seconds_per_image
 from vitlab.export.images import ImageSet
 from vitlab.export.qdq import quantize_layers
-from vitlab.export.quantize import Scale, calibrate, count_float_layers, dense_layers, margin_changes, rank_layers
+from vitlab.export.quantize import (
+    TINY,
+    Scale,
+    calibrate,
+    count_float_layers,
+    dense_layers,
+    expected_agreement,
+    margin_changes,
+    rank_layers,
+)
 from vitlab.inference.onnx_file import OnnxFile, Runner, to_proto
 from vitlab.inference.traced import any_size, export_module, traceable
 from vitlab.models.guest import Measured
@@ -174,7 +183,8 @@ def search(
     least: float,
     wanted: float = 0.0,
 ) -> tuple[tuple[str, ...], float, float]:
-    """Leave as many layers float as should suffice, measure, and leave more float if it did not.
+    """Leave as many layers float as should suffice, measure, and leave more float if it did not: as many as should
+    suffice if what is expected is off by as much again.
 
     `least` must be reached; a few layers more are left float for the agreement that is `wanted`.
 
@@ -182,17 +192,19 @@ def search(
     of a logit. Returns the layers left float and these two.
     """
     best, second = logits.topk(2).values.unbind(1)
-    order, share, difference = list(variance), 0.0, 0.0
+    margins, order = best - second, list(variance)
+    share, difference, allowed = 0.0, 0.0, (1 - min(least, 0.999)) * SLACK
     floats: tuple[str, ...] = ()
+    count = min(count_float_layers(variance, margins, 1 - (1 - wanted) * SLACK), len(order) // CHEAP)
     for attempt in range(TRIES):
-        aim = 1 - (1 - min(least, 0.999)) * SLACK * 0.5**attempt
-        more = count_float_layers(variance, best - second, 1 - (1 - wanted) * SLACK) if wanted else 0
-        more = len(floats) + STEP if attempt else min(more, len(order) // CHEAP)
-        count = max(count_float_layers(variance, best - second, aim), more)
+        count = max(count_float_layers(variance, margins, 1 - allowed), count)
         if attempt and count >= len(order):
             break
         floats = tuple(order[: min(count, len(order) - 1)])  # at least one is int8, so that an error has its agreement
         share, difference = measure(floats)
         if share >= least:
             break
+        expected = expected_agreement(variance, margins, len(floats))
+        allowed = min(allowed, (1 - least) * SLACK * max(TINY, 1 - expected) / (1 - share))  # as far as it was off
+        count = len(floats) + STEP
     return floats, share, difference

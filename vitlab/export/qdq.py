@@ -1,11 +1,13 @@
 """Dense layers of an ONNX graph as int8, with ranges that are known already.
 
 For any runtime a layer is QuantizeLinear and DequantizeLinear around a Gemm, which runtimes fuse into one integer
-product with its bias. For ONNX Runtime alone it is that product itself, which is a little faster.
+product with its bias. For ONNX Runtime alone it is that product itself, which is a little faster; queries, keys and
+values are one product each there, so that nothing has to be split.
 
 Shapes: I inputs, O outputs of a layer.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,34 +23,42 @@ def quantize_layers(proto: Any, scales: Mapping[str, Scale], *, fused: bool = Fa
     """A copy of the graph in which the named layers are int8: inputs as bytes, weights with a scale per output."""
     import onnx
 
-    layers = find_products(proto.graph, scales)
     stored = {tensor.name: tensor for tensor in proto.graph.initializer}
-    write = write_product if fused else write_pairs
-    new: dict[str, list[Any]] = {}  # nodes by the output of the sum that they replace
+    splits = find_splits(proto.graph) if fused else {}
+    new: dict[str, list[Any]] = {}  # nodes by the first output of the node in whose place they are
     constants: list[Any] = []
-    for name, (product, add) in layers.items():
+    for name, (product, add) in find_products(proto.graph, scales).items():
         weight, bias = (onnx.numpy_helper.to_array(stored[key]) for key in (product.input[1], f"{name}.bias"))
-        nodes, values = write(name, scales[name], weight, bias, product.input[0], add.output[0])
-        new[add.output[0]] = nodes
+        split, source, target = splits.get(add.output[0]), product.input[0], add.output[0]
+        layer = name, scales[name], weight, bias, source
+        nodes, values = (
+            write_products(*layer, [*split.output] if split else [target]) if fused else write_pairs(*layer, target)
+        )
+        new |= {product.output[0]: [], target: nodes}
+        new |= {split.output[0]: []} if split else {}
         constants += [onnx.numpy_helper.from_array(value, key) for key, value in values.items()]
-    removed = {product.output[0] for product, _ in layers.values()}
     nodes = [made for node in proto.graph.node for made in new.get(node.output[0], [node])]
-    nodes = [node for node in nodes if node.output[0] not in removed]
+    return with_nodes(proto, nodes, constants)
+
+
+def with_nodes(proto: Any, nodes: list[Any], constants: list[Any]) -> Any:
+    """A graph with other nodes, further constants, and those of its own that these use."""
+    import onnx
+    from onnx.helper import make_graph, make_model, make_opsetid
+
     used = {name for node in nodes for name in node.input}
+    made = {name for node in nodes for name in node.output}
     kept = [tensor for tensor in proto.graph.initializer if tensor.name in used]
-    info = [value for value in proto.graph.value_info if value.name not in removed]
+    info = [value for value in proto.graph.value_info if value.name in made]
     named = proto.graph.name, list(proto.graph.input), list(proto.graph.output)
-    graph = onnx.helper.make_graph(nodes, *named, [*kept, *constants], value_info=info)
-    opsets = [*proto.opset_import, *([onnx.helper.make_opsetid(OWN, 1)] if fused else [])]
-    result = onnx.helper.make_model(graph, opset_imports=list({one.domain: one for one in opsets}.values()))
-    result.ir_version, result.producer_name, result.producer_version = (
-        proto.ir_version,
-        proto.producer_name,
-        proto.producer_version,
-    )
-    result.metadata_props.extend(proto.metadata_props)
-    onnx.checker.check_model(result)
-    return result
+    own = [make_opsetid(OWN, 1)] if any(node.domain == OWN for node in nodes) else []
+    opsets = {opset.domain: opset for opset in (*proto.opset_import, *own)}
+    graph = make_graph(nodes, *named, [*kept, *constants], value_info=info)
+    new = make_model(graph, opset_imports=list(opsets.values()), ir_version=proto.ir_version)
+    new.producer_name, new.producer_version = proto.producer_name, proto.producer_version
+    new.metadata_props.extend(proto.metadata_props)
+    onnx.checker.check_model(new)
+    return new
 
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -89,27 +99,21 @@ def write_pairs(
     return nodes, values
 
 
-def write_product(
-    name: str, scale: Scale, weight: np.ndarray[Any, Any], bias: np.ndarray[Any, Any], source: str, target: str
+def write_products(
+    name: str, scale: Scale, weight: np.ndarray[Any, Any], bias: np.ndarray[Any, Any], source: str, targets: list[str]
 ) -> tuple[list[Any], Arrays]:
-    """The same in operations of ONNX Runtime; the bias stays the constant that it was."""
+    """The same in operations of ONNX Runtime, with the outputs divided equally over the targets."""
     from onnx.helper import make_node
 
-    def own(word: str) -> str:
-        return f"{name}.{word}"
-
-    stored, steps = to_int8(weight)
-    values: Arrays = {
-        own("step"): np.array(scale.step, np.float32),
-        own("zero"): np.array(scale.zero, np.uint8),
-        own("int8"): stored,
-        own("steps"): steps,
-    }
-    inputs = [own("x_bytes"), own("int8"), own("step"), own("steps"), own("zero"), "", own("bias")]
-    nodes = [
-        make_node("QuantizeLinear", [source, own("step"), own("zero")], [own("x_bytes")]),
-        make_node(PRODUCT, inputs, [target], domain=OWN),
-    ]
+    rounded, step, zero = (f"{name}.{word}" for word in ("x_bytes", "step", "zero"))
+    values: Arrays = {step: np.array(scale.step, np.float32), zero: np.array(scale.zero, np.uint8)}
+    nodes = [make_node("QuantizeLinear", [source, step, zero], [rounded])]
+    parts = zip(np.split(weight, len(targets), 1), np.split(bias, len(targets)), targets, strict=True)
+    for number, (columns, added, target) in enumerate(parts):
+        own = [f"{name}.{number}.{word}" for word in ("int8", "steps", "bias")]
+        values |= dict(zip(own, (*to_int8(columns), added), strict=True))
+        inputs = [rounded, own[0], step, own[1], zero, "", own[2]]
+        nodes.append(make_node(PRODUCT, inputs, [target], domain=OWN))
     return nodes, values
 
 
@@ -133,3 +137,21 @@ def find_products(graph: Any, names: Mapping[str, Scale]) -> dict[str, Layer]:
     if missing := names.keys() - layers.keys():
         raise RuntimeError(f"the exporter did not write {min(missing)} as a product and a sum")
     return layers
+
+
+def find_splits(graph: Any) -> dict[str, Any]:
+    """The nodes that divide a value equally along its last axis, where nothing else uses it, by the value."""
+    users = Counter(name for node in graph.node for name in node.input)
+    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in graph.value_info}
+    splits = {}
+    for node in graph.node:
+        if node.op_type == "Split" and users[node.input[0]] == 1:
+            axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+            sizes = {
+                tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim)[-1:]
+                for value in graph.value_info
+                if value.name in node.output
+            }
+            if axis in (-1, ranks.get(node.input[0], 0) - 1) and len(sizes) == 1:
+                splits[node.input[0]] = node
+    return splits

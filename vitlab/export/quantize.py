@@ -212,9 +212,12 @@ def rank_layers(changes: dict[str, Tensor], weights: dict[str, int]) -> dict[str
 
 def count_float_layers(variance: dict[str, float], margins: Tensor, aim: float) -> int:
     """How many of the first layers to leave float, so that a share `aim` of images is expected to keep its class."""
-    values = list(variance.values())
-    for count in range(len(values)):
-        deviation = max(sum(values[count:]), TINY**2) ** 0.5
-        if float(torch.special.ndtr(margins.double() / deviation).mean()) >= aim:
-            return count
-    return len(values)
+    return next(
+        (count for count in range(len(variance)) if expected_agreement(variance, margins, count) >= aim), len(variance)
+    )
+
+
+def expected_agreement(variance: dict[str, float], margins: Tensor, count: int) -> float:
+    """The share of images that should keep their class, with the first `count` layers left float."""
+    deviation = max(sum(list(variance.values())[count:]), TINY**2) ** 0.5
+    return float(torch.special.ndtr(margins.double() / deviation).mean())

@@ -32,7 +32,8 @@ class FusedAttention(Attention):
     def flat(self, x: Tensor, rotary: Turn | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values, (B, N, D), and the position logits, (B, H, N, N)."""
         if x.ndim == 3 and rotary is None and self.relative is None and isinstance(self.q_norm, nn.Identity):
-            return *self.pack(x).flatten(2).chunk(3, -1), None  # no heads have to be put apart
+            qkv = self.qkv(x) if self.qv_bias is None else self.qkv(x) + self.padded_bias()
+            return *qkv.chunk(3, -1), None  # no heads have to be put apart
         q, k, v, bias = self.project(x, rotary)
         return *(part.transpose(1, 2).flatten(2) for part in (q, k, v)), bias
 
