@@ -34,7 +34,8 @@ MEASURED = 1024  # others that the agreement is measured on,
 SEPARATE = 200  # if there are at least so many others
 FEWEST = 16
 SLACK = 0.8  # of the disagreement allowed, how much is aimed at first
-TRIES, STEP = 4, 4  # how often, and at least how many layers more are left float each time
+TRIES = 5  # how often more layers are left float,
+STEP, LEAP = 4, 6  # at least so many each time, at most one of so many of all
 CHEAP = 8  # one of so many layers may be left float for more agreement than is needed
 
 
@@ -196,8 +197,9 @@ def search(
     share, difference, allowed = 0.0, 0.0, (1 - min(least, 0.999)) * SLACK
     floats: tuple[str, ...] = ()
     count = min(count_float_layers(variance, margins, 1 - (1 - wanted) * SLACK), len(order) // CHEAP)
+    most = len(order)
     for attempt in range(TRIES):
-        count = max(count_float_layers(variance, margins, 1 - allowed), count)
+        count = min(max(count_float_layers(variance, margins, 1 - allowed), count), most)
         if attempt and count >= len(order):
             break
         floats = tuple(order[: min(count, len(order) - 1)])  # at least one is int8, so that an error has its agreement
@@ -207,4 +209,5 @@ def search(
         expected = expected_agreement(variance, margins, len(floats))
         allowed = min(allowed, (1 - least) * SLACK * max(TINY, 1 - expected) / (1 - share))  # as far as it was off
         count = len(floats) + STEP
+        most = max(count, len(floats) + len(order) // LEAP)
     return floats, share, difference
