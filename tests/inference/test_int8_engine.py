@@ -214,6 +214,24 @@ def test_a_file_from_elsewhere_is_one_line(
     assert str(caught.value).count("\n") == 0
 
 
+def test_damaged_files_are_read_or_refused(model: ViT, tmp_path: Path) -> None:
+    """Nothing but a UserError, whatever a byte becomes; outside of the weights, where most of them are."""
+    rng, path = np.random.default_rng(0), tmp_path / NAME
+    int8_of(model).write(path)
+    content = path.read_bytes()
+    start, end = content.find(WEIGHT.tobytes()), content.find(WEIGHT.tobytes()) + WEIGHT.nbytes
+    refused = 0
+    for _ in range(100):
+        damaged = bytearray(content[:start] + content[end:])
+        damaged[rng.integers(len(damaged))] = rng.integers(256)
+        path.write_bytes(damaged[:start] + content[start:end] + damaged[start:])
+        try:
+            read_int8(path, (SIDE, SIDE), WIDTH)
+        except UserError as error:
+            refused += str(error).endswith("calibrate again with --calibrate IMAGES")
+    assert refused > 30
+
+
 def test_weights_that_are_not_there_are_one_line(model: ViT) -> None:
     """The check needs sizes alone; ONNX Runtime finds out."""
     proto = graph()

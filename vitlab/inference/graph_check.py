@@ -33,9 +33,9 @@ def check_graph(proto: Any, image_size: Size, features: int) -> None:
     """Raise UserError with the reason, if a graph is not one from images of the size to features."""
     check_parts(proto)
     shapes = infer_shapes(proto)
-    images, values = proto.graph.input[0].name, proto.graph.output[0].name
-    if shapes[images] != (BATCH, 3, *image_size) or shapes[values] != (BATCH, features):
-        raise UserError(f"it takes {shapes[images][1:]} and gives {shapes[values][1:]}")
+    images, values = (shapes.get(value.name, ()) for value in (proto.graph.input[0], proto.graph.output[0]))
+    if images != (BATCH, 3, *image_size) or values != (BATCH, features):
+        raise UserError(f"it takes {images[1:]} and gives {values[1:]}")
     for node in proto.graph.node:
         for name in filter(None, node.output):
             if name not in shapes or prod(shapes[name]) > BATCH * MOST:
@@ -53,6 +53,8 @@ def check_parts(proto: Any) -> None:
         raise UserError("it has functions, training or sparse values")
     if (len(graph.input), len(graph.output)) != (1, 1) or len(graph.node) > NODES:
         raise UserError("it has not one input and one output, or too many operations")
+    if not graph.input[0].type.tensor_type.shape.dim or not all(node.output for node in graph.node):
+        raise UserError("it has an input without a size, or an operation without a result")
     for tensor in graph.initializer:
         if tensor.data_location != TensorProto.DEFAULT or tensor.external_data:
             raise UserError(f"{tensor.name!r} is in another file")
@@ -79,12 +81,12 @@ def infer_shapes(proto: Any) -> dict[str, tuple[int, ...]]:
     size.type.tensor_type.shape.dim[0].dim_value = BATCH
     large = [tensor for tensor in graph.initializer if prod(tensor.dims) > SMALL]  # only their sizes are needed
     small = [tensor for tensor in graph.initializer if prod(tensor.dims) <= SMALL]
-    inputs = [size, *(make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims) for tensor in large)]
-    output = make_tensor_value_info(graph.output[0].name, onnx.TensorProto.FLOAT, None)
     nodes = [known for node in graph.node for known in in_known_operations(node)]
-    new = make_model(make_graph(nodes, "sizes", inputs, [output], small), opset_imports=list(proto.opset_import))
-    new.ir_version = proto.ir_version
     try:
+        inputs = [size, *(make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims) for tensor in large)]
+        output = make_tensor_value_info(graph.output[0].name, onnx.TensorProto.FLOAT, None)
+        sizes = make_graph(nodes, "sizes", inputs, [output], small)
+        new = make_model(sizes, opset_imports=list(proto.opset_import), ir_version=proto.ir_version)
         found = onnx.shape_inference.infer_shapes(new, strict_mode=True, data_prop=True).graph
     except Exception as error:  # of several kinds
         raise UserError(f"its sizes cannot be computed ({brief(error)})") from None

@@ -97,7 +97,14 @@ def read_int8(path: Path, image_size: Size, features: int) -> Int8:
         proto.metadata_props.extend(kept)
         check_graph(proto, image_size, features)
         return from_facts(parse_json(found[0].encode(), "what was measured"), proto.SerializeToString())
-    except (UserError, DecodeError, OSError) as error:
+    except (
+        UserError,
+        DecodeError,
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:  # some: strings of no text
         raise UserError(f"{path} is no int8 model of this one ({brief(error)}); {AGAIN}") from None
 
 
