@@ -104,7 +104,7 @@ def read_int8(path: Path, image_size: Size, features: int) -> Int8:
         ValueError,
         TypeError,
         AttributeError,
-    ) as error:  # some: strings of no text
+    ) as error:
         raise UserError(f"{path} is no int8 model of this one ({brief(error)}); {AGAIN}") from None
 
 
