@@ -69,7 +69,8 @@ class Engine:
     ) -> None:
         self.model, self.what, self.device = model, what, device
         self.preprocess, self.tail = preprocess, tail
-        self.scales, self.int8 = (None, scales.runner()) if isinstance(scales, Int8) else (scales, None)
+        self.scales = None if isinstance(scales, Int8) else scales
+        self.int8: Run | None = scales.runner() if isinstance(scales, Int8) else None
         self.dtype = next(model.parameters()).dtype
         self.counted = [p for p in model.parameters() if not p.is_inference()]  # torch counts changes of these
         self.half = self.scales is not None or (has_bf16(device) and self.dtype == torch.float32)

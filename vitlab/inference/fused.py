@@ -33,9 +33,11 @@ class FusedAttention(Attention):
         """Queries, keys and values, (B, N, D), and the position logits, (B, H, N, N)."""
         if x.ndim == 3 and rotary is None and self.relative is None and isinstance(self.q_norm, nn.Identity):
             qkv = self.qkv(x) if self.qv_bias is None else self.qkv(x) + self.padded_bias()
-            return *qkv.chunk(3, -1), None  # no heads have to be put apart
+            q, k, v = qkv.chunk(3, -1)  # no heads have to be put apart
+            return q, k, v, None
         q, k, v, bias = self.project(x, rotary)
-        return *(part.transpose(1, 2).flatten(2) for part in (q, k, v)), bias
+        q, k, v = (part.transpose(1, 2).flatten(2) for part in (q, k, v))
+        return q, k, v, bias
 
 
 class FusedTokenAttention(FusedAttention):

@@ -84,11 +84,8 @@ def check_device(device: torch.device) -> None:
 
 def read_int8(path: Path, image_size: Size, features: int) -> Int8:
     """The model of a file that may be from anywhere; UserError where it is not one for such images and features."""
-    import onnx
-    from google.protobuf.message import DecodeError
-
     try:
-        proto = onnx.load_model_from_string(read_bytes(path))
+        proto = parse(read_bytes(path))
         found = [entry.value for entry in proto.metadata_props if entry.key == KEY]
         if len(found) != 1:
             raise UserError("it does not say what was measured")
@@ -97,14 +94,7 @@ def read_int8(path: Path, image_size: Size, features: int) -> Int8:
         proto.metadata_props.extend(kept)
         check_graph(proto, image_size, features)
         return from_facts(parse_json(found[0].encode(), "what was measured"), proto.SerializeToString())
-    except (
-        UserError,
-        DecodeError,
-        OSError,
-        ValueError,
-        TypeError,
-        AttributeError,
-    ) as error:
+    except (UserError, OSError, ValueError, TypeError, AttributeError) as error:  # some where a name is no text
         raise UserError(f"{path} is no int8 model of this one ({brief(error)}); {AGAIN}") from None
 
 
@@ -114,6 +104,15 @@ def read_bytes(path: Path) -> bytes:
     if not stat.S_ISREG(about.st_mode) or about.st_size > LARGEST:
         raise UserError("it is a link, no regular file, or too large")
     return path.read_bytes()
+
+
+def parse(content: bytes) -> Any:
+    import onnx
+
+    try:
+        return onnx.load_model_from_string(content)
+    except Exception as error:  # of protobuf's own kinds
+        raise UserError(f"it is no ONNX file: {brief(error)}") from None
 
 
 def from_facts(facts: dict[str, Any], graph: bytes) -> Int8:
