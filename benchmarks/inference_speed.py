@@ -1,9 +1,10 @@
-"""How fast inference is on one GPU: python benchmarks/inference_speed.py [--model RUN --images FOLDER] > speed.json
+"""How fast inference is on one device: python benchmarks/inference_speed.py [--model RUN --images FOLDER] > speed.json
 
-The engine in bf16 and in static fp8 beside timm, compiled, which take turns; one image through the engine, from bytes
-in the host's memory too; the batcher in process. With --model and --images, how often fp8 gives the best class of
-float32 on images it was not calibrated on. Weights are random but for that. `--toy` is for a CPU: small models, timm's
-not compiled, and 8 bits emulated.
+On a GPU: the engine in bf16 and in static fp8 beside timm, compiled, which take turns; one image through the engine,
+from bytes in the host's memory too; the batcher in process. On a CPU: one image through the engine in float32 and int8
+beside timm, eager, and the model as ONNX Runtime runs it. With --model and --images, how often 8 bits give the best
+class of float32 on images they were not calibrated on. Weights are random but for that. `--toy` is what a GPU does on
+a CPU: small models, timm's not compiled, and 8 bits emulated.
 """
 
 import argparse
@@ -27,12 +28,18 @@ from vitlab.bench.compare import Terms, describe_machine, infer_call, release_me
 from vitlab.bench.peers import make_peer
 from vitlab.cost import quick_cost
 from vitlab.device import has_bf16, pick_device
+from vitlab.export import int8_file
+from vitlab.export.quantize import calibrate
 from vitlab.export.scales_file import from_images
 from vitlab.inference.calibration import largest_inputs
 from vitlab.inference.engine import Engine
+from vitlab.inference.int8 import Int8
+from vitlab.inference.onnx_file import open_session, to_proto
 from vitlab.inference.scales import Scales, weights_key
+from vitlab.inference.traced import traceable
 from vitlab.kernels.fp8 import has_float8
 from vitlab.models.variants import Model, build
+from vitlab.models.vit import ViT
 from vitlab.prediction import Classifier
 from vitlab.prediction.classifier import Scores
 from vitlab.serving.batcher import Batcher, QueueFull
@@ -40,6 +47,7 @@ from vitlab.serving.batcher import Batcher, QueueFull
 MODELS = (("B/16", 256), ("L/16", 128))
 TOY = (("Ti/16", 2),)
 PEER, BF16, FP8 = "timm", "engine", "engine fp8"
+RUNTIME, FLOAT, INT8 = "ONNX Runtime", "engine", "engine int8"
 
 
 @contextmanager
@@ -106,6 +114,39 @@ def latency(case: Case, terms: Terms, found: dict[str, Any]) -> None:
         found[name] = {"milliseconds": sorted(1000 / r[name] for r in rounds)}
 
 
+def random_int8(model: Model) -> Int8:
+    """For speed alone: all layers, and an agreement that nobody measured."""
+    graph = traceable(model)
+    assert isinstance(graph, ViT)
+    assert isinstance(model, ViT)
+    pixels = torch.randint(0, 256, (4, 3, *model.config.image_size), dtype=torch.uint8)
+    scales = calibrate(graph, pixels, model.card.preprocess)
+    written = int8_file.write_graph(int8_file.features_graph(graph, model), scales, model)
+    return Int8(weights_key(model), len(scales), (), 1.0, 4, separate=False, graph=written)
+
+
+def on_processor(case: Case, terms: Terms, found: dict[str, Any]) -> None:
+    """Milliseconds of one normalized image, and how many times as fast as timm, within the rounds and of the best."""
+    device, image = terms.device, torch.randn(1, 3, case.image_size, case.image_size)
+    model = build(case.config).eval()
+    plain = open_session(to_proto(model, model, False).SerializeToString())
+    engines = {FLOAT: Engine(model, "logits", device), INT8: Engine(model, "logits", device, scales=random_int8(model))}
+    engines[FLOAT].prepare(1, thorough=False)
+    calls: dict[str, Callable[[], object]] = {
+        PEER: infer_call(make_peer(PEER, case.config, quick_cost(case.config).parameters), case, terms),
+        RUNTIME: lambda: plain(image),
+        FLOAT: lambda: engines[FLOAT](image),
+        INT8: lambda: engines[INT8](image),
+    }
+    ready = [Contestant(name, "", call, warm_up(call, device, 0)) for name, call in calls.items()]
+    rounds = list(race(ready, device, rounds=terms.rounds, seconds=terms.seconds, alone=True))
+    rows = {name: Row(name, "", tuple(r[name] for r in rounds), None, ()) for name in calls}
+    for name, row in rows.items():
+        found[name] = {"milliseconds": 1000 / row.median, "rounds": sorted(1000 / rate for rate in row.rates)}
+        found[name] |= {"to_timm": row.ratio(rows[PEER]), "best_to_timm": max(row.rates) / max(rows[PEER].rates)}
+    found["chosen"] = ", ".join(engines[FLOAT].names.values()) or "eager"
+
+
 def pictures(count: int, side: int) -> list[Tensor]:
     """Bytes with the channels of a pixel together, as decoders give them."""
     return [torch.randint(0, 256, (side, side, 3), dtype=torch.uint8).permute(2, 0, 1) for _ in range(count)]
@@ -148,18 +189,34 @@ def agreement(run: str, images: str, device: torch.device, found: dict[str, Any]
     found |= {"emulated": not has_float8(device)}
 
 
+def int8_agreement(run: str, images: str, found: dict[str, Any]) -> None:
+    model = vitlab.load(run)
+    assert isinstance(model, ViT)
+    made = int8_file.from_images(model, images)
+    found |= {"agreement": made.agreement, "images": made.images, "separate": made.separate}
+    found |= {"layers": made.layers, "floats": made.floats}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=0.5, help="of a turn")
-    parser.add_argument("--model", help="a run, a file of weights or a hub id, for the agreement of fp8")
-    parser.add_argument("--images", help="a folder of images or a data set, for the agreement of fp8")
+    parser.add_argument("--model", help="a run, a file of weights or a hub id, for the agreement of 8 bits")
+    parser.add_argument("--images", help="a folder of images or a data set, for the agreement of 8 bits")
     parser.add_argument("--toy", action="store_true")
     given = parser.parse_args()
     device = pick_device("cpu" if given.toy else given.device)
     terms = Terms(device, torch.bfloat16 if has_bf16(device) else torch.float32, (PEER,), given.rounds, given.seconds)
     found: dict[str, Any] = {"machine": describe_machine(terms), "vitlab": vitlab.__version__}
+    if device.type == "cpu" and not given.toy:
+        with part(found, "one image, B/16") as row:
+            on_processor(Case("B/16", "latency", "eager", 1, 224, None), terms, row)
+        if given.model and given.images:
+            with part(found, f"agreement of int8, {given.model}") as row:
+                int8_agreement(given.model, given.images, row)
+        print(json.dumps(found, indent=2))
+        return
     side, depth = (32, 1) if given.toy else (224, None)
     cases = [
         Case(name, "infer", "eager" if given.toy else "compiled", batch, side, depth)

@@ -5,6 +5,7 @@ from pathlib import Path
 import onnxruntime
 import pytest
 import torch
+from conftest import Command
 from PIL import Image
 from rich.console import Console
 
@@ -12,7 +13,10 @@ import vitlab
 from vitlab.data.open import open_data
 from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
-from vitlab.export import export
+from vitlab.export import export, int8_file
+from vitlab.export.int8_file import find_int8
+from vitlab.models.vit import ViT
+from vitlab.prediction import Classifier
 from vitlab.training.loop import train
 from vitlab.training.recipe import override
 from vitlab.training.recipes import find
@@ -70,6 +74,50 @@ def test_a_file_that_does_not_agree_is_refused_with_its_agreement(digits: str, t
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_run_is_calibrated_once_and_predicts_in_int8(digits: str, tmp_path: Path, command: Command) -> None:
+    """The first command makes the file, the second uses it, and after further training it is refused."""
+    run = tmp_path / "run"
+    vitlab.save(vitlab.load(digits), run)
+    words = ["evaluate", str(run), "digits", "--precision", "int8", "--device", "cpu", "--keep", str(tmp_path / "keep")]
+    code, _, err = command(*words, "--calibrate", "digits")
+    assert code == 0, err
+    made = find_int8(str(run), vitlab.load(run), None, torch.device("cpu"))
+    assert made.images >= 1000
+    assert made.separate
+    assert made.agreement >= 0.98
+    model, test = vitlab.load(run), open_data("digits").test
+    classifiers = [Classifier(model, "cpu", scales=scales) for scales in (None, made)]
+    pixels = torch.stack([classifiers[0].pixels(test.image(i)) for i in range(len(test))])
+    exact, rounded = (classifier.logits(pixels) for classifier in classifiers)
+    assert (exact.argmax(1) == rounded.argmax(1)).double().mean() >= 0.98
+    assert 1e-4 < (exact - rounded).abs().max() < 0.2 * exact.abs().max()  # not the same, and near
+
+    before = (run / "int8.onnx").read_bytes()
+    assert command(*words)[0] == 0
+    assert (run / "int8.onnx").read_bytes() == before
+    with torch.no_grad():
+        model.head.bias.add_(0.1)  # type: ignore[union-attr]
+    (run / "int8.onnx").rename(tmp_path / "int8.onnx")
+    vitlab.save(model, tmp_path / "later")
+    (tmp_path / "int8.onnx").rename(tmp_path / "later" / "int8.onnx")
+    code, _, err = command("evaluate", str(tmp_path / "later"), *words[2:])
+    assert (code, err.count("\n")) == (1, 1)
+    assert "int8.onnx is of other weights; calibrate again with --calibrate IMAGES" in err
+
+
+def test_a_run_that_does_not_agree_is_refused(digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_file, "LEAST", 0.9999)
+    model = vitlab.load(digits)
+    assert isinstance(model, ViT)
+    assert model.head is not None
+    with torch.no_grad():  # pairs of classes with nearly the same logits
+        model.head.weight[1::2] = model.head.weight[::2] + 1e-5 * torch.randn_like(model.head.weight[::2])
+        model.head.bias[1::2] = model.head.bias[::2]
+    with pytest.raises(UserError, match=r"int8 is refused: .* on \d\d\.\d\d% of 1024 images of digits, below 100%$"):
+        find_int8(str(tmp_path), model, "digits", torch.device("cpu"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_resnet_and_a_handful_of_images_are_refused(digits: str, tmp_path: Path) -> None:
     photos = tmp_path / "photos"
     photos.mkdir()
@@ -78,7 +126,7 @@ def test_a_resnet_and_a_handful_of_images_are_refused(digits: str, tmp_path: Pat
     with pytest.raises(UserError, match="has 3 images; int8 is calibrated on at least 16"):
         export(digits, tmp_path / "x.onnx", precision="int8", calibrate=str(photos))
     vitlab.save(vitlab.create("R50x1", classes=3, image_size=32), tmp_path / "resnet")
-    with pytest.raises(UserError, match="this model is a ResNet"):
+    with pytest.raises(UserError, match="this model has none; use --fp16"):
         export(tmp_path / "resnet", tmp_path / "x.onnx", precision="int8", calibrate="digits")
     assert not (tmp_path / "x.onnx").exists()
 

@@ -15,6 +15,7 @@ from scipy.stats import norm
 from torch import Tensor, nn
 
 import vitlab
+from vitlab.export.int8 import search
 from vitlab.export.qdq import quantize_layers
 from vitlab.export.quantize import (
     Scale,
@@ -70,7 +71,8 @@ def test_a_scale_of_nothing_but_positive_numbers_starts_at_zero() -> None:
     assert scale.zero == 0
 
 
-def test_the_quantized_graph_computes_integer_products() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_quantized_graph_computes_integer_products(fused: bool) -> None:
     rng = np.random.default_rng(1)
     weight = rng.normal(0, 1, (6, 4)).astype(np.float32)
     weight[:, 2] = 0  # an output that is never used
@@ -84,7 +86,7 @@ def test_the_quantized_graph_computes_integer_products() -> None:
     )
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     scale = Scale(0.02, 100)
-    new = quantize_layers(proto, {"blocks.0.mlp.up": scale})
+    new = quantize_layers(proto, {"blocks.0.mlp.up": scale}, fused=fused)
     assert {tensor.name for tensor in proto.graph.initializer} == {"w", "blocks.0.mlp.up.bias"}  # a copy
     assert "w" not in {tensor.name for tensor in new.graph.initializer}
     onnx.checker.check_model(new, full_check=True)
@@ -93,7 +95,9 @@ def test_the_quantized_graph_computes_integer_products() -> None:
     stored = np.clip(np.rint(x / np.float32(0.02)) + 100, 0, 255).astype(np.int64) - 100
     steps = np.maximum(np.abs(weight).max(0), 1e-6).astype(np.float64) / 127
     product = stored @ np.rint(weight / steps.astype(np.float32)).astype(np.int64)
-    np.testing.assert_allclose(got, product * (np.float64(np.float32(0.02)) * steps) + bias, atol=1e-5)
+    units = np.float64(np.float32(0.02)) * steps
+    added = bias if fused else np.rint(bias / units) * units  # for any runtime the bias is an integer too
+    np.testing.assert_allclose(got, product * units + added, atol=1e-5)
 
 
 def test_a_missing_layer_is_an_error() -> None:
@@ -210,3 +214,29 @@ def test_as_many_layers_stay_float_as_the_margins_need() -> None:
         expected = norm.cdf(margins.numpy() / rest**0.5).mean()
         assert count_float_layers(variance, margins, expected - 1e-6) == left
         assert count_float_layers(variance, margins, expected + 1e-6) == left + 1
+
+
+@pytest.mark.parametrize("off", [1.0, 1.5, 3.0])
+def test_the_search_allows_for_an_estimate_that_is_off(off: float) -> None:
+    """Agreement that is worse than expected by a factor: found in few tries, and not with many layers too many."""
+    variance = {str(i): 2 * 0.8**i for i in range(48)}
+    logits = 5 * torch.randn(1000, 20, generator=torch.Generator().manual_seed(0))
+    best, second = logits.topk(2).values.unbind(1)
+
+    def share(count: int) -> float:
+        left = sum(list(variance.values())[count:])
+        return 1 - off * (1 - float(norm.cdf((best - second).numpy() / left**0.5).mean()))
+
+    tried: list[int] = []
+
+    def measure(floats: tuple[str, ...]) -> tuple[float, float]:
+        tried.append(len(floats))
+        return share(len(floats)), 0.0
+
+    least = share(12)
+    floats, found, _ = search(measure, variance, logits, least)
+    assert found >= least
+    assert len(tried) <= 3
+    assert list(variance)[: len(floats)] == list(floats)
+    assert 12 <= len(floats) <= 20
+    assert len(search(measure, variance, logits, share(0), wanted=0.9999)[0]) == 48 // 8  # so many are cheap

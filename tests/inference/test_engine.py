@@ -19,7 +19,7 @@ from vitlab.data.transforms import normalize
 from vitlab.inference.engine import ANY, TOLERANCE, WAITS, Engine, buckets, divide
 from vitlab.inference.graphs import working_copy
 from vitlab.inference.payback import Payback
-from vitlab.inference.processor import Candidate, candidates, measure, onnx_runtime, onnx_runtime_apart
+from vitlab.inference.processor import ROUNDS, Candidate, candidates, measure, onnx_runtime, onnx_runtime_apart
 from vitlab.inference.values import ValuesOf
 from vitlab.models.config import Preprocess
 from vitlab.models.unknown import Unknown
@@ -206,7 +206,7 @@ def test_what_cannot_be_made_leaves_the_plain_path(
 def test_measuring_takes_turns() -> None:
     order: list[str] = []
     seconds = measure({"a": lambda x: order.append("a") or x, "b": lambda x: order.append("b") or x}, images(1))  # type: ignore[func-returns-value]
-    assert order == ["a", "b"] * 5
+    assert order == ["a", "b"] * ROUNDS
     assert set(seconds) == {"a", "b"}
 
 

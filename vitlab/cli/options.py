@@ -14,7 +14,7 @@ from vitlab.errors import UserError
 from vitlab.files import write_text
 
 if TYPE_CHECKING:
-    from vitlab.inference.scales import Scales
+    from vitlab.inference.int8 import EightBits
     from vitlab.models.guest import Measured
 
 T = TypeVar("T")
@@ -58,29 +58,36 @@ Refuse = Annotated[
     float | None, Option("--refuse", min=0, max=0.99, help=REFUSE + " By default the model's.", show_default=False)
 ]
 PRECISION = (
-    "auto: bf16 on GPUs that have it; fp8: dense layers in 8 bits, checked on images (--calibrate), on newer ones."
+    "auto: bf16 on GPUs that have it; dense layers in 8 bits, checked on images (--calibrate): fp8 on newer GPUs, "
 )
+PRECISION += "int8 on CPUs."
 Precision = Annotated[str, Option("--precision", metavar="PRECISION", help=PRECISION)]
-CALIBRATE = "Images like those the model will see, for the scales of fp8, which are kept in the run's folder."
+CALIBRATE = "Images like those the model will see, for fp8 or int8; what is found is kept in the run's folder."
 Calibrate = Annotated[str | None, Option("--calibrate", metavar="IMAGES", help=CALIBRATE, show_default=False)]
 Device = Annotated[str, Option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 or mps.")]
 
 
 def pick_scales(
     precision: str, calibrate: str | None, run: str, device: str, model: "Measured | None" = None
-) -> "Scales | None":
-    """The scales of a run for `--precision fp8`, which may be made here; None for any other precision."""
-    if precision not in ("auto", "fp8"):
-        raise UserError(f"--precision must be auto or fp8, not '{precision}'")
+) -> "EightBits | None":
+    """What computes a run in 8 bits, by `--precision`, which may be made here; None for `auto`."""
+    if precision not in ("auto", "fp8", "int8"):
+        raise UserError(f"--precision must be auto, fp8 or int8, not '{precision}'")
     if precision == "auto":
         if calibrate is not None:
-            raise UserError("--calibrate goes with --precision fp8")
+            raise UserError("--calibrate goes with --precision fp8 or int8")
         return None
     from vitlab.device import pick_device
-    from vitlab.export.scales_file import find_scales
     from vitlab.weights.guests import open_measured
 
-    return find_scales(run, open_measured(run) if model is None else model, calibrate, pick_device(device))
+    measured, place = open_measured(run) if model is None else model, pick_device(device)
+    if precision == "fp8":
+        from vitlab.export.scales_file import find_scales
+
+        return find_scales(run, measured, calibrate, place)
+    from vitlab.export.int8_file import find_int8
+
+    return find_int8(run, measured, calibrate, place)
 
 
 def parse_list(text: str, option: str, parse: Callable[[str, str], T]) -> list[T]:

@@ -15,7 +15,7 @@ from vitlab.terminal import printable
 from vitlab.text import listed
 
 if TYPE_CHECKING:
-    from vitlab.inference.scales import Scales
+    from vitlab.inference.int8 import EightBits
     from vitlab.serving.service import ServiceSettings
 
 
@@ -126,7 +126,7 @@ def run_server(
     settings: "ServiceSettings",
     names: list[str],
     refuse: float | None = None,
-    scales: "Scales | None" = None,
+    scales: "EightBits | None" = None,
 ) -> None:
     """Load the model, listen, and print the address; returns when the server has been stopped."""
     from vitlab.prediction import Classifier

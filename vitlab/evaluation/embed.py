@@ -21,7 +21,7 @@ from vitlab.evaluation.extract import ExtractOptions, extract_values, value_widt
 from vitlab.evaluation.feature_file import FeatureInfo, Row, check_replaceable, new_feature_file
 from vitlab.evaluation.piece_cache import feature_key
 from vitlab.html import value_table
-from vitlab.inference.scales import Scales
+from vitlab.inference.int8 import EightBits
 from vitlab.models.guest import Guest, Measured
 from vitlab.models.names import name_of
 from vitlab.models.variants import Model
@@ -81,7 +81,7 @@ def embed(
     batch: int | None = None,
     workers: int | None = None,
     device: str = "auto",
-    scales: Scales | None = None,
+    scales: EightBits | None = None,
 ) -> Embedded:
     """Write the features of every image of a set to a parquet file, with their paths, splits and labels.
 
@@ -93,7 +93,7 @@ def embed(
         batch: images at a time; by default fits the device.
         workers: processes that decode images; by default fits the machine.
         device: "auto" (the best there is), "cpu", "cuda" or "mps".
-        scales: those of the model's dense layers, with which they are in 8 bits.
+        scales: those of the model's dense layers, with which they are in 8 bits, or its int8 model on a CPU.
 
     Returns:
         The file: `vitlab.search` takes it, and any program that reads parquet. Images that cannot be read are left out.

@@ -25,8 +25,8 @@ from vitlab.evaluation.corrupted import Corrupted, Corrupting
 from vitlab.evaluation.piece_cache import PieceCache, Values, What, model_key
 from vitlab.evaluation.stretched import Stretched
 from vitlab.inference.engine import Engine
+from vitlab.inference.int8 import EightBits
 from vitlab.inference.payback import Payback
-from vitlab.inference.scales import Scales
 from vitlab.models.config import LARGEST_SIDE, Preprocess, ResNetConfig
 from vitlab.models.guest import Measured
 from vitlab.terminal import progress
@@ -49,7 +49,7 @@ class ExtractOptions(TypedDict, total=False):
     resize: int | None
     corruption: Corrupting | None
     broken_limit: float
-    scales: Scales | None
+    scales: EightBits | None
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def extract(
     resize: int | None = None,
     corruption: Corrupting | None = None,
     broken_limit: float = BROKEN_LIMIT,
-    scales: Scales | None = None,
+    scales: EightBits | None = None,
     keep: Path | None = None,
     title: str = "features",
 ) -> Features:
@@ -104,7 +104,7 @@ def extract_values(
     resize: int | None = None,
     corruption: Corrupting | None = None,
     broken_limit: float = BROKEN_LIMIT,
-    scales: Scales | None = None,
+    scales: EightBits | None = None,
     keep: Path | None = None,
     title: str = "features",
 ) -> Extracted:

@@ -23,7 +23,7 @@ from vitlab.data.source import ImageSource
 from vitlab.errors import UserError
 from vitlab.evaluation.corrupted import Corrupting
 from vitlab.files import atomic_file
-from vitlab.inference.scales import Scales
+from vitlab.inference.int8 import EightBits
 from vitlab.models.guest import Measured
 from vitlab.settings import to_json
 from vitlab.text import brief
@@ -43,7 +43,7 @@ def model_key(
     half: bool,
     resize: int | None = None,
     corruption: Corrupting | None = None,
-    scales: Scales | None = None,
+    scales: EightBits | None = None,
 ) -> str:
     """Hash everything about a model that its values depend on: weights, settings, preprocessing and precision.
 

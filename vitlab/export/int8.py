@@ -12,9 +12,19 @@ from vitlab.errors import UserError
 from vitlab.export.compare import SPEED_BATCH, Comparison, agreement, compare, compute_logits, seconds_per_image
 from vitlab.export.images import ImageSet
 from vitlab.export.qdq import quantize_layers
-from vitlab.export.quantize import calibrate, count_float_layers, dense_layers, margin_changes, rank_layers
-from vitlab.inference.onnx_file import OnnxFile, to_proto
+from vitlab.export.quantize import (
+    TINY,
+    Scale,
+    calibrate,
+    count_float_layers,
+    dense_layers,
+    expected_agreement,
+    margin_changes,
+    rank_layers,
+)
+from vitlab.inference.onnx_file import OnnxFile, Runner, to_proto
 from vitlab.inference.traced import any_size, export_module, traceable
+from vitlab.models.guest import Measured
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
 
@@ -24,7 +34,9 @@ MEASURED = 1024  # others that the agreement is measured on,
 SEPARATE = 200  # if there are at least so many others
 FEWEST = 16
 SLACK = 0.8  # of the disagreement allowed, how much is aimed at first
-TRIES, STEP = 4, 4  # how often, and at least how many layers more are left float each time
+TRIES = 5  # how often more layers are left float,
+STEP, LEAP = 4, 6  # at least so many each time, at most one of so many of all
+CHEAP = 8  # one of so many layers may be left float for more agreement than is needed
 
 
 @dataclass(frozen=True)
@@ -75,77 +87,127 @@ def megabytes(size: int) -> str:
 
 def write_int8(request: Int8Request, file: OnnxFile) -> Int8Result:
     """Write the file; UserError if the model cannot be quantized or does not agree well enough."""
-    model, dynamic_size = request.model, request.dynamic_size
-    if not isinstance(model, ViT):
-        raise UserError("int8 is for the dense layers of transformers, and this model is a ResNet; use --fp16")
-    if model.card.thresholds is not None:
-        raise UserError("int8 is chosen by the best class, and this model is multi-label; use --fp16")
-    if model.config.classes < 2:
-        raise UserError("int8 is chosen by the best class, and this model has fewer than two")
-    calibration, measured, separate = split_images(request)
+    model, dynamic_size = check_model(request.model, "use --fp16"), request.dynamic_size
+    calibration, measured, separate = split_images(request.calibration, request.check)
     preprocess, size = model.card.preprocess, model.config.image_size
     calibration_pixels, pixels = calibration.pixels(size, preprocess), measured.pixels(size, preprocess)
     with tempfile.TemporaryDirectory(prefix=".", dir=file.path.parent) as folder:
         base = OnnxFile(Path(folder) / "float.onnx", Path(folder) / "float.onnx.data")
         base.save(to_proto(export_module(model, dynamic_size), model, dynamic_size))
-        run = base.runner()
-        comparisons = compare(run, model, measured, dynamic_size)
-        logits = compute_logits(run, pixels, preprocess, "running float")
-        graph = traceable(model)
-        assert isinstance(graph, ViT)
-        scales = calibrate(graph, calibration_pixels, preprocess)
-        chosen_on = calibration_pixels[:: max(1, len(calibration_pixels) // CHOICE)]
-        sizes = {name: layer.weight.numel() for name, layer in dense_layers(graph).items()}
-        variance = rank_layers(margin_changes(graph, scales, chosen_on, preprocess), sizes)
-        proto = to_proto(any_size(graph) if dynamic_size else graph, model, dynamic_size)
+        exact = base.runner()
+        comparisons = compare(exact, model, measured, dynamic_size)
+        logits = compute_logits(exact, pixels, preprocess, "running float")
+        graph = prepare(model, calibration_pixels)
+        proto = to_proto(any_size(graph.model) if dynamic_size else graph.model, model, dynamic_size)
 
-        def measure(floats: tuple[str, ...]) -> tuple[float, float]:
-            file.save(quantize_layers(proto, {name: scale for name, scale in scales.items() if name not in floats}))
-            return agreement(file.runner(), logits, pixels, preprocess)
+        def run(scales: dict[str, Scale]) -> Runner:
+            file.save(quantize_layers(proto, scales))
+            return file.runner()
 
-        floats, share, difference = search(measure, variance, logits, request.least)
+        floats, share, difference = graph.choose(run, logits, pixels, request.least)
         if share < request.least:
             raise UserError(
                 f"nothing is written: int8 gives the best class of float on {share:.2%} of {len(pixels)} images of "
                 f"{measured.title}, below {request.least:.2%}; calibrate on more images like those the model will see, "
                 "or allow less with --least-agreement"
             )
-        seconds = seconds_per_image([run, file.runner()], pixels, preprocess)
+        seconds = seconds_per_image([exact, file.runner()], pixels, preprocess)
         where = len(pixels), measured.title, separate
-        return Int8Result(len(scales), floats, share, difference, *where, base.bytes, seconds, comparisons)
+        return Int8Result(len(graph.scales), floats, share, difference, *where, base.bytes, seconds, comparisons)
 
 
-def split_images(request: Int8Request) -> tuple[ImageSet, ImageSet, bool]:
+def check_model(model: Measured, otherwise: str) -> ViT:
+    """The model, or a UserError where nothing can be int8 or it could not be checked."""
+    if not isinstance(model, ViT):
+        raise UserError(f"int8 is for the dense layers of transformers, and this model has none; {otherwise}")
+    if model.card.thresholds is not None:
+        raise UserError(f"int8 is chosen by the best class, and this model is multi-label; {otherwise}")
+    if model.config.classes < 2:
+        raise UserError(f"int8 is chosen by the best class, and this model has fewer than two; {otherwise}")
+    return model
+
+
+def split_images(images: ImageSet, check: ImageSet | None = None) -> tuple[ImageSet, ImageSet, bool]:
     """Images to calibrate on and to measure on, and whether the two are separate."""
-    images = request.calibration
     if len(images) < FEWEST:
         raise UserError(f"{images.title} has {len(images)} images; int8 is calibrated on at least {FEWEST}")
     calibration = images.sample(CALIBRATION)
-    if request.check is not None:
-        return calibration, request.check.sample(MEASURED), True
+    if check is not None:
+        return calibration, check.sample(MEASURED), True
     others = images.without(calibration)
     separate = len(others) >= SEPARATE
     return calibration, (others if separate else images).sample(MEASURED), separate
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A traceable model with balanced channels, the scales of its layers, and their variance, the worst first."""
+
+    model: ViT
+    scales: dict[str, Scale]
+    variance: dict[str, float]
+
+    def choose(
+        self,
+        run: Callable[[dict[str, Scale]], Runner],
+        logits: Tensor,
+        pixels: Tensor,
+        least: float,
+        wanted: float = 0.0,
+    ) -> tuple[tuple[str, ...], float, float]:
+        """The layers left float, the agreement with logits (n, K) on bytes, and the largest difference of a logit.
+
+        `run` writes a graph in which the layers of some scales are int8; the last one written is that of the result.
+        """
+
+        def measure(floats: tuple[str, ...]) -> tuple[float, float]:
+            runner = run({name: scale for name, scale in self.scales.items() if name not in floats})
+            return agreement(runner, logits, pixels, self.model.card.preprocess)
+
+        return search(measure, self.variance, logits, least, wanted)
+
+
+def prepare(model: ViT, pixels: Tensor) -> Prepared:
+    """From bytes (n, 3, h, w) like those that the model will see."""
+    graph, preprocess = traceable(model), model.card.preprocess
+    assert isinstance(graph, ViT)
+    scales = calibrate(graph, pixels, preprocess)
+    chosen_on = pixels[:: max(1, len(pixels) // CHOICE)]
+    sizes = {name: layer.weight.numel() for name, layer in dense_layers(graph).items()}
+    return Prepared(graph, scales, rank_layers(margin_changes(graph, scales, chosen_on, preprocess), sizes))
+
+
 def search(
-    measure: Callable[[tuple[str, ...]], tuple[float, float]], variance: dict[str, float], logits: Tensor, least: float
+    measure: Callable[[tuple[str, ...]], tuple[float, float]],
+    variance: dict[str, float],
+    logits: Tensor,
+    least: float,
+    wanted: float = 0.0,
 ) -> tuple[tuple[str, ...], float, float]:
-    """Leave as many layers float as should suffice, measure, and leave more float if it did not.
+    """Leave as many layers float as should suffice, measure, and leave more float if it did not: as many as should
+    suffice if what is expected is off by as much again.
+
+    `least` must be reached; a few layers more are left float for the agreement that is `wanted`.
 
     `measure` writes a file in which the given layers are float, and returns its agreement and the largest difference
     of a logit. Returns the layers left float and these two.
     """
     best, second = logits.topk(2).values.unbind(1)
-    order, share, difference = list(variance), 0.0, 0.0
+    margins, order = best - second, list(variance)
+    share, difference, allowed = 0.0, 0.0, (1 - min(least, 0.999)) * SLACK
     floats: tuple[str, ...] = ()
+    count = min(count_float_layers(variance, margins, 1 - (1 - wanted) * SLACK), len(order) // CHEAP)
+    most = len(order)
     for attempt in range(TRIES):
-        aim = 1 - (1 - min(least, 0.999)) * SLACK * 0.5**attempt
-        count = max(count_float_layers(variance, best - second, aim), len(floats) + STEP if attempt else 0)
+        count = min(max(count_float_layers(variance, margins, 1 - allowed), count), most)
         if attempt and count >= len(order):
             break
         floats = tuple(order[: min(count, len(order) - 1)])  # at least one is int8, so that an error has its agreement
         share, difference = measure(floats)
         if share >= least:
             break
+        expected = expected_agreement(variance, margins, len(floats))
+        allowed = min(allowed, (1 - least) * SLACK * max(TINY, 1 - expected) / (1 - share))  # as far as it was off
+        count = len(floats) + STEP
+        most = max(count, len(floats) + len(order) // LEAP)
     return floats, share, difference

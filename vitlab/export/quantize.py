@@ -68,12 +68,18 @@ def calibrate(model: ViT, pixels: Tensor, preprocess: Preprocess) -> dict[str, S
 
 @torch.no_grad()
 def fill_biases(model: ViT) -> None:
-    """Give every q/k/v layer a bias, with zeros for what it lacks: by its bias a layer is found in the graph."""
+    """Give every q/k/v layer a bias, with zeros for what it lacks: by its bias a layer is found in the graph.
+
+    Exporters store equal constants once, and new or filled biases are equal: the first number of each is moved by a
+    few of its last bits.
+    """
     for layer in model.modules():
         if isinstance(layer, Attention) and layer.qkv.bias is None:
             zeros = torch.zeros_like(layer.qkv.weight[:, 0])
             layer.qkv.bias = nn.Parameter(zeros if layer.qv_bias is None else layer.padded_bias())
             layer.qv_bias = None
+    for number, dense in enumerate(dense_layers(model).values()):
+        dense.bias[0] += number * max(2**-22 * abs(float(dense.bias[0])), 1e-20)
 
 
 def make_scale(low: Tensor, high: Tensor) -> Scale:
@@ -206,9 +212,12 @@ def rank_layers(changes: dict[str, Tensor], weights: dict[str, int]) -> dict[str
 
 def count_float_layers(variance: dict[str, float], margins: Tensor, aim: float) -> int:
     """How many of the first layers to leave float, so that a share `aim` of images is expected to keep its class."""
-    values = list(variance.values())
-    for count in range(len(values)):
-        deviation = max(sum(values[count:]), TINY**2) ** 0.5
-        if float(torch.special.ndtr(margins.double() / deviation).mean()) >= aim:
-            return count
-    return len(values)
+    return next(
+        (count for count in range(len(variance)) if expected_agreement(variance, margins, count) >= aim), len(variance)
+    )
+
+
+def expected_agreement(variance: dict[str, float], margins: Tensor, count: int) -> float:
+    """The share of images that should keep their class, with the first `count` layers left float."""
+    deviation = max(sum(list(variance.values())[count:]), TINY**2) ** 0.5
+    return float(torch.special.ndtr(margins.double() / deviation).mean())

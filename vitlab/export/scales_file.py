@@ -43,12 +43,12 @@ def find_scales(run: str, model: Measured, images: str | None, device: torch.dev
     return scales
 
 
-def scales_path(run: str) -> Path | None:
-    """Where a run's scales are: in its folder, or beside its file; None for a name of the hub."""
+def scales_path(run: str, name: str = NAME) -> Path | None:
+    """Where a run's scales are, or another file: in its folder, or beside its own; None for a name of the hub."""
     path = Path(run).expanduser()
     if path.is_dir():
-        return path / NAME
-    return path.with_name(f"{path.name}.{NAME}") if path.is_file() else None
+        return path / name
+    return path.with_name(f"{path.name}.{name}") if path.is_file() else None
 
 
 def from_images(model: Model, name: str, device: torch.device) -> Scales:

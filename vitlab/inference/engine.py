@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vitlab.data.transforms import normalize
 from vitlab.device import has_bf16, out_of_memory
-from vitlab.inference.scales import Scales
+from vitlab.inference.int8 import EightBits, Int8
 from vitlab.inference.values import ValuesOf, What
 from vitlab.kernels.fp8 import E4M3
 from vitlab.models.config import Preprocess
@@ -53,7 +53,8 @@ class Engine:
 
     A GPU that has bf16 computes in it where the weights are float32; others in the weights' own precision. With a
     `preprocess` images are bytes. A `tail` takes the model, or a copy of it, and the values, and returns others; the
-    first of them, as many as the model has classes, are compared. With `scales` the plain path too is in 8 bits.
+    first of them, as many as the model has classes, are compared. With `scales` the plain path too is in 8 bits: in fp8
+    on a GPU, by an int8 graph in ONNX Runtime on a CPU.
     """
 
     def __init__(
@@ -64,16 +65,18 @@ class Engine:
         *,
         preprocess: Preprocess | None = None,
         tail: Tail = unchanged,
-        scales: Scales | None = None,
+        scales: EightBits | None = None,
     ) -> None:
         self.model, self.what, self.device = model, what, device
-        self.preprocess, self.tail, self.scales = preprocess, tail, scales
+        self.preprocess, self.tail = preprocess, tail
+        self.scales = None if isinstance(scales, Int8) else scales
+        self.int8: Run | None = scales.runner() if isinstance(scales, Int8) else None
         self.dtype = next(model.parameters()).dtype
         self.counted = [p for p in model.parameters() if not p.is_inference()]  # torch counts changes of these
-        self.half = scales is not None or (has_bf16(device) and self.dtype == torch.float32)
-        self.half_dtype = torch.bfloat16 if scales is None else scales.dtype
+        self.half = self.scales is not None or (has_bf16(device) and self.dtype == torch.float32)
+        self.half_dtype = torch.bfloat16 if self.scales is None else self.scales.dtype
         self.fast: dict[int, Run] = {}  # by the batch it is for, ascending; on a GPU at most that
-        self.names: dict[int, str] = {}  # what that is
+        self.names = {} if self.int8 is None else {ANY: "ONNX Runtime, int8"}  # what runs which batch
         self.made_for: object = None  # the state of the model that these have
         self.graphs: Graphs | None = None
         self.too_large = 1 << 30  # images of a batch that does not fit
@@ -124,12 +127,20 @@ class Engine:
 
         def complete(images: Tensor) -> Tensor:
             x = images if self.preprocess is None else normalize(images, self.preprocess)
-            model = self.model if self.quantized is None or self.state() != self.made_for else self.quantized
-            own = model.features if self.what == "features" else model
+            changed = self.state() != self.made_for
+            model = self.model if self.quantized is None or changed else self.quantized
+            own: Run = model.features if self.what == "features" else model
+            if self.int8 is not None and not changed:
+                own = partial(self.in_int8, self.int8)
             with torch.autocast(self.device.type, self.half_dtype, enabled=self.half):
                 return self.tail(model, (run or own)(x.to(self.dtype)))
 
         return complete
+
+    def in_int8(self, features: Run, x: Tensor) -> Tensor:
+        """The model's values by the graph of its features; the head stays as it is."""
+        values = features(x.float()).to(self.dtype)
+        return values if self.what == "features" or self.model.head is None else self.model.head(values)
 
     def state(self) -> object:
         """What changes when the model's weights are changed in place, or its size of images is."""
@@ -171,7 +182,7 @@ class Engine:
             self.graphs.record(images)
             run: Run = partial(self.graphs.run, batch)
             return (batch, "compiled, as a CUDA graph", run) if self.agrees(run, images) else None
-        if self.device.type == "cpu" and self.scales is None:
+        if self.device.type == "cpu" and self.scales is None and self.int8 is None:
             from vitlab.inference.processor import candidates, fastest
 
             ways = candidates(self.model, self.what, thorough=thorough)
@@ -228,7 +239,7 @@ class Engine:
             many = ", ".join(map(str, batches))
             log.info("compiling the model for batches of %s in the background; until then it runs eagerly", many)
             work = partial(self.compile_all, batches)
-        elif self.device.type == "cpu" and self.scales is None and self.seconds() > WAITS:
+        elif self.device.type == "cpu" and self.scales is None and self.int8 is None and self.seconds() > WAITS:
             work = self.export
         else:
             return

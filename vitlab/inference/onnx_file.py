@@ -133,15 +133,19 @@ class OnnxFile:
         return sum(path.stat().st_size for path in (self.path, self.weights) if path.exists())
 
     def runner(self) -> Runner:
-        """The file in ONNX Runtime on the CPU, on as many threads as torch uses."""
-        import onnxruntime
+        return open_session(str(self.path))
 
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.log_severity_level = 3
-        session = onnxruntime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
-        name = session.get_inputs()[0].name
-        return lambda images: torch.from_numpy(session.run(None, {name: images.numpy()})[0])
+
+def open_session(file: str | bytes) -> Runner:
+    """A file, or its content, in ONNX Runtime on the CPU, on as many threads as torch uses."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return lambda images: torch.from_numpy(session.run(None, {name: images.numpy()})[0])
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from vitlab.models.axial import AxialBlock
 from vitlab.models.positions import Axes, Relative, Table
 from vitlab.models.resnet import AxialAttention, ResNet, SameConv, StdConv, Stem
-from vitlab.models.rotary import Rotary, channel_tables, coordinates, turn_rates
+from vitlab.models.rotary import Rotary, Turn, channel_tables, coordinates, turn_rates
 from vitlab.models.variants import Model
-from vitlab.models.vit import ViT
+from vitlab.models.vit import Attention, Block, ViT
 
 
 class TracedConv(StdConv):
@@ -52,6 +52,23 @@ class TracedResNet(ResNet):
         return F.relu(self.norm(x)).flatten(2).transpose(1, 2)
 
 
+class TokenAttention(Attention):
+    """Attention of the first token to all: (B, N, D) to (B, 1, D)."""
+
+    def forward(self, x: Tensor, rotary: Turn | None = None) -> Tensor:
+        q, k, v, bias = self.project(x, rotary)
+        y = F.scaled_dot_product_attention(q[:, :, :1], k, v, attn_mask=None if bias is None else bias[:, :, :1])
+        return self.mix(y, x[:, :1])
+
+
+class TokenBlock(Block):
+    """A last block of which only the class token is pooled: nothing sees what it would make of the others."""
+
+    def forward(self, x: Tensor, rotary: Turn | None = None) -> Tensor:
+        x = x[:, :1] + self.scale1(self.attention(self.norm1(x), rotary))  # (B, 1, D)
+        return x + self.scale2(self.mlp(self.norm2(x)))
+
+
 def even_pad(x: Tensor, size: int, stride: int) -> Tensor:
     """`same_pad` for sides that are multiples of the stride, where it does not depend on them."""
     total = max(0, size - stride)
@@ -81,6 +98,8 @@ def traceable(model: Model) -> Model:
         if isinstance(module, StdConv):
             module.weight.copy_(module.standardized())
         module.__class__ = TRACED.get(type(module), type(module))  # the same weights, another forward
+    if isinstance(model, ViT) and model.config.pool == "token" and isinstance(last := model.blocks[-1], Block):
+        last.__class__, last.attention.__class__ = TokenBlock, TokenAttention
     return model
 
 

@@ -18,7 +18,7 @@ from vitlab.device import pick_device
 from vitlab.errors import UserError
 from vitlab.html import bar_table, data_url, picture_card
 from vitlab.inference.engine import Engine
-from vitlab.inference.scales import Scales
+from vitlab.inference.int8 import EightBits
 from vitlab.models.config import Preprocess
 from vitlab.models.guest import Measured
 from vitlab.models.unknown import Unknown
@@ -119,7 +119,7 @@ class Classifier:
         device: "auto" (the best there is), "cpu", "cuda", "cuda:1" or "mps".
         refuse: the share of images of its own classes that a model may answer "none of these" to, in order to refuse
             others; by default that of the model. 0 never refuses, as does a model that was not fitted for it.
-        scales: those of the model's dense layers, with which they are in 8 bits.
+        scales: those of the model's dense layers, with which they are in 8 bits, or its int8 model on a CPU.
 
     Raises:
         UserError: the model cannot be loaded or has no head, `refuse` is not a share or the model cannot refuse, or
@@ -144,7 +144,7 @@ class Classifier:
         device: str = "auto",
         *,
         refuse: float | None = None,
-        scales: Scales | None = None,
+        scales: EightBits | None = None,
     ) -> None:
         loaded = model if isinstance(model, nn.Module) else load(model)
         classes = loaded.config.classes

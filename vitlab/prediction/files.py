@@ -18,7 +18,7 @@ from vitlab.data.workers import BrokenEntry
 from vitlab.device import pick_workers
 from vitlab.errors import Stopped, UserError
 from vitlab.files import write_errors
-from vitlab.inference.scales import Scales
+from vitlab.inference.int8 import EightBits
 from vitlab.prediction.classifier import Classifier
 from vitlab.prediction.formats import TOP, Format, FormatName, make_format
 from vitlab.prediction.inputs import STDIN, Inputs, find_inputs
@@ -53,7 +53,7 @@ def predict_files(
     workers: int | None = None,
     allow_url: bool = False,
     refuse: float | None = None,
-    scales: Scales | None = None,
+    scales: EightBits | None = None,
     look: Path | None = None,
 ) -> PredictSummary:
     """Write the predictions to `out`, or to standard output, as they come; Ctrl-C leaves complete lines behind.
