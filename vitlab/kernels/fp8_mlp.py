@@ -74,13 +74,13 @@ class Products(torch.autograd.Function):
         x_turned, u, h_turned, up, down, up_maxima, down_maxima, x_most, h_most, up_most, down_most = ctx.saved_tensors
         (x_scale, up_scale), (h_scale, down_scale) = forward_scales(up_maxima), forward_scales(down_maxima)
         du_scale, dy_scale = scale_of(up_maxima[1], E5M2), scale_of(down_maxima[1], E5M2)
-        native, exact = ctx.native, {"fast": False}  # the sums over all rows are too long for the fast ones
+        native = ctx.native  # weights' gradients are sums over all rows, too long for the fast ones
         dys, dy_turned, db, dy_most = round_turned(gradients[0], None, dy_scale, "plain", gradient=True)
         dh = multiply(dys, turn(down, down_scale).t(), dy_scale, down_scale, None, native)
-        ddown = multiply(dy_turned, h_turned.t(), dy_scale, h_scale, None, native, **exact)
+        ddown = multiply(dy_turned, h_turned.t(), dy_scale, h_scale, None, native, fast=False)
         dus, du_turned, da, du_most = round_turned(dh, u, du_scale, "slope", gradient=True)
         dx = multiply(dus, turn(up, up_scale).t(), du_scale, up_scale, None, native)
-        dup = multiply(du_turned, x_turned.t(), du_scale, x_scale, None, native, **exact)
+        dup = multiply(du_turned, x_turned.t(), du_scale, x_scale, None, native, fast=False)
         return (
             *(dx, dup, da.to(up.dtype), seen(up_maxima, x_most, du_most, up_most)),
             *(ddown, db.to(down.dtype), seen(down_maxima, h_most, dy_most, down_most), None),
