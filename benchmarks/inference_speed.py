@@ -197,11 +197,40 @@ def int8_agreement(run: str, images: str, found: dict[str, Any]) -> None:
     found |= {"layers": made.layers, "floats": made.floats}
 
 
+def on_gpu(given: argparse.Namespace, terms: Terms, found: dict[str, Any]) -> None:
+    side, depth = (32, 1) if given.toy else (224, None)
+    cases = [
+        Case(name, "infer", "eager" if given.toy else "compiled", batch, side, depth)
+        for name, batch in (TOY if given.toy else MODELS)
+    ]
+    for case in cases if "throughput" in given.only else ():
+        with part(found, case.model) as row:
+            throughput(case, terms, row)
+    if "latency" in given.only:
+        with part(found, f"one image, {cases[0].model}") as row:
+            latency(cases[0], terms, row)
+    if "batcher" in given.only:
+        with part(found, f"batcher, {cases[0].model}") as row:
+            batched(cases[0], terms, row)
+    if given.model and given.images:
+        with part(found, f"agreement of fp8, {given.model}") as row:
+            agreement(given.model, given.images, terms.device, row)
+
+
+def on_cpu(given: argparse.Namespace, terms: Terms, found: dict[str, Any]) -> None:
+    with part(found, "one image, B/16") as row:
+        on_processor(Case("B/16", "latency", "eager", 1, 224, None), terms, row)
+    if given.model and given.images:
+        with part(found, f"agreement of int8, {given.model}") as row:
+            int8_agreement(given.model, given.images, row)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=0.5, help="of a turn")
+    parser.add_argument("--only", nargs="*", default=["throughput", "latency", "batcher"], help="parts, on a GPU")
     parser.add_argument("--model", help="a run, a file of weights or a hub id, for the agreement of 8 bits")
     parser.add_argument("--images", help="a folder of images or a data set, for the agreement of 8 bits")
     parser.add_argument("--toy", action="store_true")
@@ -209,29 +238,7 @@ def main() -> None:
     device = pick_device("cpu" if given.toy else given.device)
     terms = Terms(device, torch.bfloat16 if has_bf16(device) else torch.float32, (PEER,), given.rounds, given.seconds)
     found: dict[str, Any] = {"machine": describe_machine(terms), "vitlab": vitlab.__version__}
-    if device.type == "cpu" and not given.toy:
-        with part(found, "one image, B/16") as row:
-            on_processor(Case("B/16", "latency", "eager", 1, 224, None), terms, row)
-        if given.model and given.images:
-            with part(found, f"agreement of int8, {given.model}") as row:
-                int8_agreement(given.model, given.images, row)
-        print(json.dumps(found, indent=2))
-        return
-    side, depth = (32, 1) if given.toy else (224, None)
-    cases = [
-        Case(name, "infer", "eager" if given.toy else "compiled", batch, side, depth)
-        for name, batch in (TOY if given.toy else MODELS)
-    ]
-    for case in cases:
-        with part(found, case.model) as row:
-            throughput(case, terms, row)
-    with part(found, f"one image, {cases[0].model}") as row:
-        latency(cases[0], terms, row)
-    with part(found, f"batcher, {cases[0].model}") as row:
-        batched(cases[0], terms, row)
-    if given.model and given.images:
-        with part(found, f"agreement of fp8, {given.model}") as row:
-            agreement(given.model, given.images, device, row)
+    (on_gpu if given.toy or device.type != "cpu" else on_cpu)(given, terms, found)
     print(json.dumps(found, indent=2))
 
 
