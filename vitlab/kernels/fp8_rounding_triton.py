@@ -21,9 +21,10 @@ DENSITY = tl.constexpr(0.3989422804014327)  # of the normal distribution at 0
 def normal(x):
     """The normal distribution function of x, and exp(-x^2 / 2)."""
     bell = tl.exp2(x * x * (-0.5 * LOG2E))
-    t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * tl.abs(x))
-    powers = 0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
-    tail = 0.5 * t * powers * bell  # beyond |x|
+    t = tl.rsqrt(1.0 + 0.3275911 * 0.7071067811865476 * tl.abs(x))
+    t = t * t  # a division takes five times as many instructions
+    halves = 0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
+    tail = t * halves * bell  # beyond |x|
     return tl.where(x < 0, tail, 1.0 - tail), bell
 
 
