@@ -6,14 +6,20 @@ averages them, those of this one reach the classes as they are. The head itself 
 Shapes: B images, N tokens, M rows, I inputs, O outputs of a layer.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from vitlab.inference.scales import Scales
 from vitlab.kernels.fp8 import E4M3, LARGEST, SMALLEST, has_float8, multiply, quantize
+from vitlab.kernels.fp8_mlp import has_exact_gelu
+from vitlab.kernels.fp8_rounding import round_gelu, try_rounding
+from vitlab.kernels.install import runs_here
 from vitlab.models.variants import Model
-from vitlab.models.vit import ViT
+from vitlab.models.vit import MLP, ViT
 
 SIDE = 16  # that both sides of a product in 8 bits are multiples of
 
@@ -45,12 +51,28 @@ class StaticFloat8(nn.Module):
         self.register_buffer("input_scale", torch.full_like(scale, maximum / LARGEST[E4M3]))
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = quantize(x.flatten(0, -2), self.input_scale, E4M3)  # (M, I)
+        rows = quantize(x.flatten(0, -2), self.input_scale, E4M3)
+        return self.multiply(rows, x, unchanged)
+
+    def multiply(self, rows: Tensor, x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+        """The layer's output from act(x) in 8 bits, (M, I), and x, (B, N, I) if its first token is spared."""
         y = multiply(rows, self.weight.t(), self.input_scale, self.weight_scale, self.bias, self.native, self.dtype)
         y = y.unflatten(0, x.shape[:-1])
         if self.spared is not None:  # once more, which is one row of an image's hundreds
-            y[:, 0] = linear(x[:, 0].to(self.dtype), self.spared, self.bias)
+            y[:, 0] = linear(act(x[:, 0].to(self.dtype)), self.spared, self.bias)
         return y
+
+
+def unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def run_mlp(part: MLP, x: Tensor) -> Tensor:
+    """An MLP whose layers are both in 8 bits, with one kernel for GELU and the rounding after it."""
+    assert isinstance(part.up, StaticFloat8)
+    assert isinstance(part.down, StaticFloat8)
+    u = part.up(x)
+    return part.down.multiply(round_gelu(u.flatten(0, -2), part.down.input_scale), u, part.gelu)
 
 
 class ExactHead(nn.Module):
@@ -105,3 +127,14 @@ def use_scales(model: Model, source: Model, scales: Scales) -> None:
     for name, layer in replaced.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
+    parts = [part for part in model.modules() if isinstance(part, MLP) and is_in_8_bits(part)]
+    device = next(source.parameters()).device
+    if parts and (device.type == "cpu" or runs_here("rounding to 8 bits", try_rounding, device)):
+        for part in parts:
+            part.forward = partial(run_mlp, part)  # type: ignore[method-assign]
+
+
+def is_in_8_bits(part: MLP) -> bool:
+    """Whether both layers are, and nothing but an exact GELU is between them: dropout does nothing here."""
+    both = isinstance(part.up, StaticFloat8) and isinstance(part.down, StaticFloat8)
+    return both and has_exact_gelu(part)

@@ -33,10 +33,14 @@ def use_mlps(module: nn.Module) -> None:
 
 def is_plain(part: MLP) -> bool:
     """Whether both layers are in 8 bits and nothing but an exact GELU is between them; dropout is looked at later."""
-    gelu = isinstance(part.gelu, nn.GELU) and part.gelu.approximate == "none"
     layers = (part.up, part.down)
     both = all(isinstance(layer, Float8Linear) and layer.bias.requires_grad for layer in layers)
-    return gelu and both and isinstance(part.norm, nn.Identity)
+    return both and has_exact_gelu(part)
+
+
+def has_exact_gelu(part: MLP) -> bool:
+    gelu = isinstance(part.gelu, nn.GELU) and part.gelu.approximate == "none"
+    return gelu and isinstance(part.norm, nn.Identity)
 
 
 def run(part: MLP, x: Tensor) -> Tensor:
