@@ -380,7 +380,7 @@ PAGES: dict[str, Page] = {
             "TEN": splits,
             "TI16": run(name="Ti/16", depth=12, width=192, mlp=768, heads=3),
         },
-        replace={"epochs=30 ": ""},  # `steps` are appended
+        replace={"epochs=30 ": "", "epochs=80 ": ""},  # `steps` are appended
         append={
             "vitlab train pets-finetune": f"image_size=32 {TUNED} warmup=0",
             "vitlab train tiny-imagenet": f"{TINY_RUN} image_size=32",
