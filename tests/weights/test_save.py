@@ -185,6 +185,7 @@ def start(work: Callable[[], object]) -> int:
     """Run in a process of its own, whose number is returned."""
     child = os.fork()
     if not child:
+        torch.set_num_threads(1)  # a fork has none of the others, and would wait for them
         try:
             work()
         finally:
