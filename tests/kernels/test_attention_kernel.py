@@ -1,22 +1,17 @@
 """The attention kernels compute attention and its gradient, and stay out of the way where they cannot."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import run_interpreted
 from torch import Tensor
 
 import vitlab
 from vitlab.kernels.install import is_plain, use_attention, use_dropout, use_kernels
 from vitlab.models.vit import Attention
 
-SCRIPT = Path(__file__).with_name("interpreted_attention.py")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 FLOAT32 = 2e-6  # relative error; eps is 1.2e-7, and sums are of up to 256 products
 
@@ -24,11 +19,7 @@ FLOAT32 = 2e-6  # relative error; eps is 1.2e-7, and sums are of up to 256 produ
 @pytest.fixture(scope="module")
 def interpreted() -> Any:
     """What interpreted_attention.py prints."""
-    pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_interpreted("interpreted_attention.py")
 
 
 @pytest.mark.slow  # Triton interpreted, as the next one

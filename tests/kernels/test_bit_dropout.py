@@ -1,25 +1,14 @@
 """Dropout by bits: the rate, the factor, independence, the gradient, and the same draws from the same seed."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreter import run_interpreted
 from torch import nn
-
-SCRIPT = Path(__file__).with_name("interpreted_dropout.py")
 
 
 @pytest.mark.slow
 def test_elements_are_dropped_at_random_and_again_in_the_gradient() -> None:
-    pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_interpreted("interpreted_dropout.py")
     count = 20 * 501 * 8
     assert found["rate"] == pytest.approx(0.1, abs=4 * (0.09 / count) ** 0.5)  # four deviations
     assert found["rates"] == pytest.approx([0.1] * 8, abs=4 * (0.09 * 8 / count) ** 0.5)

@@ -1,15 +1,11 @@
 """An MLP in 8 bits: exact where 8 bits are enough, near float64 elsewhere, and the kernel that rounds."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import run_interpreted
 from torch import Tensor
 
 import vitlab
@@ -18,8 +14,6 @@ from vitlab.kernels.fp8 import MARGIN, Float8Linear, Maxima, has_float8, use_flo
 from vitlab.kernels.fp8_mlp import use_mlps
 from vitlab.kernels.fp8_rounding import plain_round, round_gelu, round_turned, try_rounding
 from vitlab.models.vit import MLP, ViT
-
-SCRIPT = Path(__file__).with_name("interpreted_rounding.py")
 
 
 def mlp(width: int = 32, hidden: int = 48, **settings: object) -> tuple[MLP, ViT]:
@@ -110,11 +104,7 @@ def test_gelu_alone_is_the_same() -> None:
 
 @pytest.mark.slow
 def test_the_kernel_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    everything = json.loads(done.stdout.splitlines()[-1])
+    everything = run_interpreted("interpreted_rounding.py")
     assert everything.pop("bytes")["turned"]
     for name, found in everything.items():
         assert found["apart"] < 1e-3, name  # of 448
