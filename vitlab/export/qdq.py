@@ -80,6 +80,7 @@ def write_pairs(
         own("zero"): np.array(scale.zero, np.uint8),
         own("int8"): stored,
         own("steps"): steps,
+        own("zeros"): np.zeros(len(bias), np.int8),  # without them ONNX Runtime computes in float
         own("bias_int32"): np.rint(bias.astype(np.float64) / bias_steps).clip(-(2**31), 2**31 - 1).astype(np.int32),
         own("bias_steps"): bias_steps,
         own("rows"): np.array([-1, len(weight)]),
@@ -89,7 +90,7 @@ def write_pairs(
         make_node("Reshape", [source, own("rows")], [own("x")]),
         make_node("QuantizeLinear", [own("x"), own("step"), own("zero")], [own("x_bytes")]),
         make_node("DequantizeLinear", [own("x_bytes"), own("step"), own("zero")], [own("x_rounded")]),
-        make_node("DequantizeLinear", [own("int8"), own("steps")], [own("weight_rounded")], axis=1),
+        make_node("DequantizeLinear", [own("int8"), own("steps"), own("zeros")], [own("weight_rounded")], axis=1),
         make_node("DequantizeLinear", [own("bias_int32"), own("bias_steps")], [own("bias_rounded")], axis=0),
         make_node("Gemm", [own("x_rounded"), own("weight_rounded"), own("bias_rounded")], [own("y")]),
         make_node("Shape", [source], [own("leading")], start=0, end=-1),
