@@ -208,8 +208,21 @@ def test_a_run_on_a_gpu_is_the_plain_one_to_rounding(
     train_small(tmp_path / "fast", **run)
     monkeypatch.setattr(Trainer, "uses_working_copy", property(lambda self: False))
     monkeypatch.setattr("vitlab.training.trainer.use_kernels", lambda module, compiled: None)
+    monkeypatch.setattr("vitlab.training.trainer.use_class_token", lambda module: None)
     train_small(tmp_path / "plain", **run)
     np.testing.assert_allclose(losses(tmp_path / "fast"), losses(tmp_path / "plain"), rtol=2e-2)
+
+
+def test_without_the_other_tokens_of_the_last_block_a_run_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"precision": "float64", "steps": 6, "dropout": 0.0, "drop_path": 0.2}
+    train_small(tmp_path / "fast", **settings)
+    left_out: list[object] = []
+    monkeypatch.setattr("vitlab.training.trainer.use_class_token", left_out.append)
+    train_small(tmp_path / "plain", **settings)
+    assert len(left_out) == 1
+    np.testing.assert_allclose(losses(tmp_path / "fast"), losses(tmp_path / "plain"), rtol=1e-9)
 
 
 # ---- in 8 bits

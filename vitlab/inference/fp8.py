@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from vitlab.inference.scales import Scales
+from vitlab.kernels.class_token import token_block
 from vitlab.kernels.fp8 import E4M3, LARGEST, SMALLEST, has_float8, multiply, quantize
 from vitlab.kernels.fp8_mlp import has_exact_gelu
 from vitlab.kernels.fp8_rounding import round_gelu, try_rounding
@@ -95,7 +96,12 @@ class ExactHead(nn.Module):
 
 
 def float8_layers(model: Model) -> dict[str, nn.Linear]:
-    """The dense layers of a model's blocks that can be in 8 bits, by name."""
+    """The dense layers of a model's blocks that can be in 8 bits, by name.
+
+    Not those that see the class token alone, which stays in 16 and is next to no work.
+    """
+    last = token_block(model) if isinstance(model, ViT) else None
+    narrow = [] if last is None else [last.attention.out, *last.mlp.modules()]
     return {
         name: layer
         for name, layer in model.named_modules()
@@ -103,6 +109,7 @@ def float8_layers(model: Model) -> dict[str, nn.Linear]:
         and type(layer) is nn.Linear
         and layer.in_features % SIDE == 0
         and layer.out_features % SIDE == 0
+        and layer not in narrow
     }
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vitlab.device import own_workspaces
 from vitlab.inference.slots import Pending, Slots
+from vitlab.kernels.class_token import use_class_token
 from vitlab.kernels.install import use_kernels
 from vitlab.kernels.rounding import round_weights
 from vitlab.models.variants import Model
@@ -117,13 +118,12 @@ def working_copy(model: Model, half: bool, dtype: torch.dtype = torch.bfloat16) 
     The original may be changed meanwhile: an explanation adds hooks to it, for instance.
     """
     model = copy.deepcopy(model).eval().requires_grad_(False)
-    if not half:
-        return model
-    if isinstance(model, ViT):
+    if half and isinstance(model, ViT):
         round_weights(model, dtype)
         use_kernels(model, compiled=True)
-    else:  # standardized convolutions keep the precision of their kernels
+    elif half:  # standardized convolutions keep the precision of their kernels
         for module in model.modules():
             if type(module) in (nn.Linear, nn.Conv2d):
                 module.to(dtype)
+    use_class_token(model)
     return model

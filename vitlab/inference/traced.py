@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitlab.kernels.class_token import run_block, token_block
 from vitlab.models.axial import AxialBlock
 from vitlab.models.positions import Axes, Relative, Table
 from vitlab.models.resnet import AxialAttention, ResNet, SameConv, StdConv, Stem
@@ -65,8 +66,7 @@ class TokenBlock(Block):
     """A last block of which only the class token is pooled: nothing sees what it would make of the others."""
 
     def forward(self, x: Tensor, rotary: Turn | None = None) -> Tensor:
-        x = x[:, :1] + self.scale1(self.attention(self.norm1(x), rotary))  # (B, 1, D)
-        return x + self.scale2(self.mlp(self.norm2(x)))
+        return run_block(self, x, rotary)
 
 
 def even_pad(x: Tensor, size: int, stride: int) -> Tensor:
@@ -98,7 +98,7 @@ def traceable(model: Model) -> Model:
         if isinstance(module, StdConv):
             module.weight.copy_(module.standardized())
         module.__class__ = TRACED.get(type(module), type(module))  # the same weights, another forward
-    if isinstance(model, ViT) and model.config.pool == "token" and isinstance(last := model.blocks[-1], Block):
+    if isinstance(model, ViT) and (last := token_block(model)) is not None:
         last.__class__, last.attention.__class__ = TokenBlock, TokenAttention
     return model
 

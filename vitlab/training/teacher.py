@@ -26,6 +26,7 @@ from vitlab.data.loader import Batch
 from vitlab.data.resident import resize_weights
 from vitlab.errors import UserError
 from vitlab.evaluation.classes import imagenet_order, match_classes, quote_names
+from vitlab.kernels.class_token import use_class_token
 from vitlab.models.config import Preprocess, ResNetConfig, Size
 from vitlab.models.variants import Model, build
 from vitlab.training.masked import MaskedPatches
@@ -131,6 +132,7 @@ class Teacher(nn.Module):
         }
         for name, table in tables.items():
             self.register_buffer(name, table, persistent=False)
+        use_class_token(model)
         self.eval().requires_grad_(False)
 
     @torch.no_grad()

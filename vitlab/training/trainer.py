@@ -21,6 +21,7 @@ from vitlab.data.rng import keys
 from vitlab.device import has_bf16, out_of_memory
 from vitlab.errors import UserError
 from vitlab.evaluation.multi_label import EVEN
+from vitlab.kernels.class_token import use_class_token
 from vitlab.kernels.fp8 import has_float8
 from vitlab.kernels.install import use_kernels
 from vitlab.models.config import Size, ViTConfig
@@ -65,6 +66,8 @@ class Trainer:
         self.working = self.make_working_copy()
         inner = self.core if self.working is None else self.working.module
         use_kernels(inner, compiled=compiled)
+        if r.objective != "masked":  # which predicts from all tokens
+            use_class_token(inner)
         self.module = wrap_module(inner, cluster, recompute=r.recompute, compiled=compiled, parallel=r.parallel)
         betas, capturable = (r.beta1, r.beta2), r.cuda_graph and self.is_one_gpu
         self.optimizer = make_optimizer(
