@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # What helps a small ViT in a fixed time on one GPU: benchmarks/what_pays.sh OUT [NAME...]
-# TINY names Tiny-ImageNet. Four runs share the GPU at a time, and each has the same minutes (MINUTES, 5): a change that
+# TINY names Tiny-ImageNet. AT_ONCE runs (4) share the GPU, and each has the same minutes (MINUTES, 5): a change that
 # makes a step cheaper gets more of them. The seeds of the first row say how much of a difference is chance.
 set -euo pipefail
+here=$(dirname "$0")
+# shellcheck source=benchmarks/at_once.sh
+source "$here/at_once.sh"
 out=$1
 shift
-mkdir -p "$out"
 
 variants() {
   cat <<'END'
@@ -15,6 +17,7 @@ seed-2 seed=2
 adamw optimizer=adamw lr=1e-3
 pool-token pool=token
 pool-attention pool=attention
+conv-stem
 batch-1024 batch=1024 lr=0.0056 warmup=100
 batch-256 batch=256 lr=0.0028 warmup=400
 plain-end plain_end=0.1
@@ -34,19 +37,13 @@ wider width=320 heads=5 mlp=1280 depth=6
 END
 }
 
-run() {
-  local name=$1
-  shift
-  python -c "from vitlab.cli import main; main()" train tiny-imagenet data="$TINY" batch=512 optimizer=muon lr=0.004 \
-    warmup=200 decay=linear ema=0.999 minutes="${MINUTES:-5}" "$@" --out "$out/$name" >"$out/$name.log" 2>&1 ||
-    echo "$name failed: $(tail -n 1 "$out/$name.log")"
-  echo "$name: $(grep -a -o 'minutes=.*steps\|test: accuracy [0-9.]*%' "$out/$name.log" | tr '\n' ' ')"
-}
-
+if [ "${AT_ONCE:-4}" -gt 1 ]; then share_gpu; fi
 while read -r name settings; do
   if [ $# -gt 0 ] && [[ " $* " != *" $name "* ]]; then continue; fi
-  while [ "$(jobs -rp | wc -l)" -ge "${AT_ONCE:-4}" ]; do wait -n; done
-  # shellcheck disable=SC2086  # settings are words
-  run "$name" $settings &
+  program=train
+  if [ "$name" = conv-stem ]; then program="python $here/conv_stem.py"; fi
+  # shellcheck disable=SC2086  # settings and programs are words
+  start "$out" "$name" $program tiny-imagenet data="$TINY" batch=512 optimizer=muon lr=0.004 warmup=200 decay=linear \
+    ema=0.999 minutes="${MINUTES:-5}" $settings --out "$out/$name"
 done < <(variants)
 wait
