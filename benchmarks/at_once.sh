@@ -4,7 +4,7 @@
 share_gpu() {
   export CUDA_MPS_PIPE_DIRECTORY=${TMPDIR:-/tmp}/mps CUDA_MPS_LOG_DIRECTORY=${TMPDIR:-/tmp}/mps
   mkdir -p "$CUDA_MPS_PIPE_DIRECTORY"
-  if ! nvidia-cuda-mps-control -d; then
+  if ! echo get_server_list | nvidia-cuda-mps-control 2>/dev/null && ! nvidia-cuda-mps-control -d; then
     echo "the multi-process service does not start here: runs take turns"
     unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
   fi
