@@ -5,7 +5,8 @@ OUT/jobs/NAME/run              the run folder of a training run
 OUT/jobs/NAME/result.json      a finished job: its command and its numbers, or how it diverged
 OUT/jobs/NAME/error.json       a job that failed the last time; the next call tries it again
 OUT/jobs/NAME/.lock            locked by the process that runs the job; the system drops the lock with the process
-OUT/table.csv, table.md, figure.png, figure.svg, study.html      written again after every finished row
+OUT/table.csv, table.md, study.html                      written again after every finished row
+OUT/figure.png, figure.svg                               the same, but for the last half minute; complete at the end
 
 So several processes, also of several machines with one file system, can work in one folder: none does what another has
 done or is doing.

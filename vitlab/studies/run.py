@@ -1,4 +1,4 @@
-"""Run a study: every job once, by as many processes as like; the table, figure and page after each finished row."""
+"""Run a study: every job once, by as many processes as like; the table and page after each finished row."""
 
 import multiprocessing
 import os
@@ -28,6 +28,7 @@ from vitlab.training.recipes import operations, run_flops
 from vitlab.training.recorder import Diverged
 
 POLL = 1.0  # seconds between looks at the jobs of other processes
+REDRAW = 30.0  # seconds before a figure is drawn again, which takes one or two while other processes wait
 GRACE = 20.0  # seconds in which other processes save what they have
 STOPPED = "stopped; finished rows are kept, and the same command goes on from here"
 
@@ -109,15 +110,18 @@ class Worker:
         rows = [row for seed in self.rows for row in seed if any(one.name == job.name for one in row.jobs)]
         return any(all(self.place.result(one) is not None for one in row.jobs) for row in rows)
 
-    def render(self) -> Table:
-        """Write the table, the figure and the page from all results there are; one process at a time."""
+    def render(self, *, draw: bool = False) -> Table:
+        """Write the table and the page from all results there are, and the figure, where the last one is old or `draw`
+        asks for it; one process at a time."""
         with file_lock(str(self.place.out / ".render")):
             table = make_table(self.study, self.request, self.place, self.rows)
             out = self.place.out
             write_text(out / "table.csv", comma_separated(table))
             write_text(out / "table.md", markdown(table))
-            picture = self.draw(table)
-            write_text(out / "study.html", render_page(table, picture))
+            picture = out / "figure.png"
+            recent = picture.exists() and time.time() - picture.stat().st_mtime < REDRAW
+            found = picture if recent and not draw else self.draw(table)
+            write_text(out / "study.html", render_page(table, found))
         return table
 
     def draw(self, table: Table) -> Path | None:
@@ -191,10 +195,10 @@ def run_study(
     worker = Worker(study, request, place, rows, console or Console(), quiet=jobs > 1)
     worker.print(describe_work(chosen[0], request, len(wanted) - len(left), len(wanted), flops))
     with stoppable(STOPPED):
-        worker.render()
+        worker.render(draw=True)
         with other_processes(jobs - 1, study, request, out, names, worker.began):
             worker.work(wanted)
-        table = worker.render()
+        table = worker.render(draw=True)
     names_left = {job.name for job in wanted if place.result(job) is None}  # another process may have had more luck
     return table, {name: why for name, why in worker.failed.items() if name in names_left}
 
