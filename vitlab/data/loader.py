@@ -24,7 +24,7 @@ from vitlab.data.label_sets import LabelSets
 from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, smooth
 from vitlab.data.randaugment import randaugment
 from vitlab.data.regions import RegionReader, scale_regions
-from vitlab.data.resident import BYTES_AT_ONCE, ResidentSet, fits_on_device
+from vitlab.data.resident import BYTES_AT_ONCE, ResidentSet, fits_on_device, hold
 from vitlab.data.rng import BATCHES, ORDER, SHARDS, Ints, Keys, keys
 from vitlab.data.source import ImageSource
 from vitlab.data.transforms import Augment, draw_flips, normalize
@@ -138,7 +138,7 @@ class TrainLoader(Loader):
         if self.resize == "device" and self.device.type == "cpu" and not self.resident:
             log.warning("resize=device is for GPUs: on a CPU one process scales all crops, slower than workers do")
         if self.resident:
-            self.held = ResidentSet(self.source, self.image_size, self.preprocess, self.workers, self.device)
+            self.held = hold(self.source, self.image_size, self.preprocess, self.workers, self.device)
             self._record_broken(self.held.broken)
 
     def batches(self, step: int = 0) -> Iterator[Batch]:

@@ -64,6 +64,14 @@ class PackedSource(ImageSource):
         except BrokenImage as error:
             raise BrokenImage(self.name(index), error.why) from None
 
+    def identity(self) -> str | None:
+        try:
+            files = " ".join(map(file_state, self.paths))
+        except OSError:  # a pipe's shard has no file
+            return None
+        index = b"".join(part.tobytes() for part in (self.shard, self.offset, self.length))
+        return hashlib.sha256(files.encode() + index).hexdigest()
+
     def _bytes(self, index: int) -> bytes:
         length = int(self.length[index])
         if length < 0:

@@ -13,6 +13,7 @@ from signal import SIGTERM
 from rich.console import Console
 
 from vitlab.data.open import open_data
+from vitlab.data.resident import shared_sets
 from vitlab.device import free_device
 from vitlab.errors import Stopped, UserError
 from vitlab.files import file_lock, write_text
@@ -49,10 +50,11 @@ class Worker:
     def work(self, wanted: Sequence[Job]) -> None:
         """Run the jobs until all are done or have failed, here or in another process."""
         pending = list(wanted)
-        while pending:
-            pending = [job for job in pending if not self.is_over(job)]
-            if pending and not any(self.try_job(job) for job in pending):
-                time.sleep(POLL)  # others have them all, or what they need
+        with shared_sets():
+            while pending:
+                pending = [job for job in pending if not self.is_over(job)]
+                if pending and not any(self.try_job(job) for job in pending):
+                    time.sleep(POLL)  # others have them all, or what they need
 
     def is_over(self, job: Job) -> bool:
         """Whether there is nothing left to do for a job: it is done, has failed since, or needs one that did."""

@@ -21,6 +21,7 @@ import numpy as np
 from rich.console import Console
 
 from vitlab.data.open import hold_out_validation
+from vitlab.data.resident import shared_sets
 from vitlab.data.source import Data
 from vitlab.device import free_device
 from vitlab.errors import UserError
@@ -137,6 +138,10 @@ class Search:
 
     def run(self) -> None:
         """Run or resume everything."""
+        with shared_sets():
+            self.run_all()
+
+    def run_all(self) -> None:
         plan, trials = self.plan, self.plan.trials
         share = plan.recipe.validation or None  # 0 would leave nothing to choose on
         best = plan.recipe
