@@ -1,12 +1,20 @@
-# Several training runs that share one GPU; sourced by the scripts beside it. AT_ONCE (4) says how many.
-# Where the driver's multi-process service starts, their kernels run side by side; else they take turns.
+# Several training runs that share one GPU; sourced by the scripts beside it.
 
+# share_gpu COUNT: let COUNT runs at a time have equal parts of the GPU's processors each, by the driver's multi-process
+# service, so that none is faster while another one still compiles. Where that does not run, one at a time has all.
 share_gpu() {
+  AT_ONCE=$1
+  if [ "$1" -eq 1 ]; then return; fi
   export CUDA_MPS_PIPE_DIRECTORY=${TMPDIR:-/tmp}/mps CUDA_MPS_LOG_DIRECTORY=${TMPDIR:-/tmp}/mps
+  export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 / $1))
   mkdir -p "$CUDA_MPS_PIPE_DIRECTORY"
-  if ! echo get_server_list | nvidia-cuda-mps-control 2>/dev/null && ! nvidia-cuda-mps-control -d; then
-    echo "the multi-process service does not start here: runs take turns"
-    unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+  if { echo get_server_list | nvidia-cuda-mps-control || nvidia-cuda-mps-control -d; } >/dev/null 2>&1 &&
+    python -c 'import torch; torch.zeros(1).cuda()'; then
+    echo "$1 at a time, each on $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE % of the GPU's processors"
+  else
+    echo "the multi-process service does not run here: one at a time"
+    unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY CUDA_MPS_ACTIVE_THREAD_PERCENTAGE
+    AT_ONCE=1
   fi
 }
 
@@ -14,7 +22,7 @@ share_gpu() {
 start() {
   local out=$1 name=$2
   shift 2
-  while [ "$(jobs -rp | wc -l)" -ge "${AT_ONCE:-4}" ]; do wait -n || true; done
+  while [ "$(jobs -rp | wc -l)" -ge "$AT_ONCE" ]; do wait -n || true; done
   run_one "$out" "$name" "$@" &
 }
 
@@ -23,7 +31,7 @@ run_one() {
   shift 2
   mkdir -p "$out"
   "$@" >"$out/$name.log" 2>&1 || echo "$name failed: $(tail -n 1 "$out/$name.log")"
-  echo "$name, $((SECONDS - began)) s: $(grep -a -o 'minutes=.*steps\|test: accuracy [0-9.]*%' "$out/$name.log" | tr '\n' ' ')"
+  echo "$name, $((SECONDS - began)) s: $(grep -a -o 'minutes=.*step$\|test: accuracy [0-9.]*%' "$out/$name.log" | tr '\n' ' ')"
 }
 
 train() {

@@ -9,19 +9,21 @@ here=$(dirname "$0")
 source "$here/at_once.sh"
 out=$1
 shift
-share_gpu
+jobs=${JOBS:-8}
+share_gpu "$jobs"
+unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE # runs of a fixed length may take what others leave
 mkdir -p "$out"
 for name in "$@"; do
   left=$((${LIMIT:-1000000} - SECONDS))
   if [ "$left" -lt 30 ]; then break; fi
-  jobs=(--jobs "${JOBS:-8}")
-  if [ "$name" = speed ] || [ "$name" = axial ]; then jobs=(); fi # these measure times
+  share=(--jobs "$jobs")
+  if [ "$name" = speed ] || [ "$name" = axial ]; then share=(); fi # these measure times
   steps=(steps="${STEPS:-2000}")
   if [ "$name" = speed ]; then steps=(); fi
   began=$SECONDS
   # shellcheck disable=SC2086  # settings are words
   timeout --signal=TERM "$left" python -c "from vitlab.cli import main; main()" study "$name" data="$TINY" \
-    targets="$PETS,$FLOWERS" "${steps[@]}" ${SETTINGS:-} "${jobs[@]}" --out "$out/$name" >>"$out/$name.log" 2>&1
+    targets="$PETS,$FLOWERS" "${steps[@]}" ${SETTINGS:-} "${share[@]}" --out "$out/$name" >>"$out/$name.log" 2>&1
   echo "$name: exit code $?, $((SECONDS - began)) s, $(find "$out/$name/jobs" -name result.json | wc -l) jobs are done"
   tar -C "$out" -czf "$out/studies.tgz" --exclude=run --exclude=features --exclude=studies.tgz .
 done

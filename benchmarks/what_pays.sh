@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What helps a small ViT in a fixed time on one GPU: benchmarks/what_pays.sh OUT [NAME...]
-# TINY names Tiny-ImageNet. AT_ONCE runs (4) share the GPU, and each has the same minutes (MINUTES, 5): a change that
-# makes a step cheaper gets more of them. The seeds of the first row say how much of a difference is chance.
+# TINY names Tiny-ImageNet. AT_ONCE runs (4) share the GPU in equal parts, and each has the same minutes (MINUTES, 5): a
+# change that makes a step cheaper gets more of them. The seeds of the first row say how much of a difference is chance.
 set -euo pipefail
 here=$(dirname "$0")
 # shellcheck source=benchmarks/at_once.sh
@@ -33,11 +33,15 @@ rotary rotary=cells positions=none
 wsd decay=wsd
 cosine decay=cosine
 drop-path-0 drop_path=0
+drop-path-0.2 drop_path=0.2
+randaugment-2 randaugment=2,9
 wider width=320 heads=5 mlp=1280 depth=6
+s8 width=384 heads=6 mlp=1536 depth=12
+s8-patch-dropout width=384 heads=6 mlp=1536 depth=12 patch_dropout=0.5
 END
 }
 
-if [ "${AT_ONCE:-4}" -gt 1 ]; then share_gpu; fi
+share_gpu "${AT_ONCE:-4}"
 while read -r name settings; do
   if [ $# -gt 0 ] && [[ " $* " != *" $name "* ]]; then continue; fi
   program=train
