@@ -196,6 +196,7 @@ class Device:
 
     def __init__(self) -> None:
         self.started: list[list[int]] = []
+        self.collected: list[list[int]] = []
         self.ready = threading.Semaphore(0)
         self.changed = threading.Condition()
 
@@ -206,6 +207,7 @@ class Device:
 
         def collect() -> list[int]:
             assert self.ready.acquire(timeout=60)
+            self.collected.append(list(items))
             if 13 in items:
                 raise ArithmeticError("unlucky")
             return [2 * item for item in items]
@@ -235,17 +237,30 @@ def test_the_next_batch_starts_before_the_first_is_answered_and_a_third_waits() 
 
 
 def test_a_call_waits_until_nothing_is_under_way() -> None:
-    device, order = Device(), list[str]()
+    device = Device()
     batcher = Batcher(device, max_batch=1)
-    first = batcher.submit(1)
-    first.add_done_callback(lambda _: order.append("answer"))
+    batcher.submit(1)
     device.wait_for(1)
-    called = batcher.call(lambda: order.append("call"))
+    called = batcher.call(lambda: list(device.collected))
     time.sleep(0.02)
-    assert order == []
+    assert not called.done()
     device.ready.release()
-    called.result(60)
-    assert order == ["answer", "call"]
+    assert called.result(60) == [[1]]
+    assert batcher.close(10)
+
+
+def test_the_next_batch_does_not_wait_for_callers_to_take_their_answers() -> None:
+    device, taken = Device(), threading.Event()
+    batcher = Batcher(device, max_batch=1)
+    slow = batcher.submit(1)
+    slow.add_done_callback(lambda _: taken.wait(60))
+    device.wait_for(1)
+    futures = [batcher.submit(n) for n in (2, 3)]
+    device.ready.release(3)
+    device.wait_for(3)  # two are under way, the third one after the first is collected
+    assert not taken.is_set()
+    taken.set()
+    assert [future.result(60) for future in futures] == [4, 6]
     assert batcher.close(10)
 
 

@@ -38,7 +38,7 @@ class BatcherClosed(Exception):
     """The batcher accepts no more work."""
 
 
-@dataclass
+@dataclass(slots=True)
 class QueueEntry:
     """Something that waits: an item for a batch, or a call that runs on the model's thread by itself."""
 
@@ -78,7 +78,9 @@ class Batcher(Generic[Item, Answer]):
         self.reserved = 0  # places without an item yet
         self.closed = self.finished = False  # closed for new work; reserved places may still be filled
         self.all_started = False  # nothing more comes for the collector
-        self.changed = threading.Condition()
+        lock = threading.RLock()
+        self.changed = threading.Condition(lock)  # wakes the worker,
+        self.begun = threading.Condition(lock)  # and this the collector
         self.started: deque[StartedBatch] = deque()  # the first one is being collected
         self.worker = threading.Thread(target=self._work, name="model", daemon=True)
         self.collector = threading.Thread(target=self._collect, name="answers", daemon=True)
@@ -100,16 +102,18 @@ class Batcher(Generic[Item, Answer]):
 
     def submit(self, item: Item) -> "Future[Answer]":
         """Queue one item that is ready already."""
-        with self.reserve(1) as place:
-            return place.submit([item])[0]
+        entry = QueueEntry(item)
+        with self.changed:
+            self._check_room(1)
+            self._queue([entry])
+        return entry.future
 
     def call(self, function: Callable[[], Result]) -> "Future[Result]":
         """Run something else on the model's thread, in its turn; it takes one place."""
         entry = QueueEntry(call=function)
         with self.changed:
             self._check_room(1)
-            self.waiting.append(entry)
-            self.changed.notify_all()
+            self._queue([entry])
         return entry.future
 
     def close(self, seconds: float | None = None) -> bool:
@@ -121,7 +125,7 @@ class Batcher(Generic[Item, Answer]):
         self.worker.join(seconds)
         self.collector.join(None if seconds is None else max(0.0, seconds - (time.monotonic() - began)))
         with self.changed:
-            in_time, self.finished = self.finished and not self.started, True
+            in_time, self.finished = self.finished and not self.collector.is_alive(), True
             self.changed.notify_all()
             left, self.waiting, self.reserved = self.waiting, deque(), 0
         for entry in left:
@@ -138,6 +142,12 @@ class Batcher(Generic[Item, Answer]):
         if len(self) + number > self.queue:
             raise QueueFull
 
+    def _queue(self, entries: list[QueueEntry]) -> None:
+        """Add entries, and wake the worker unless it would go on waiting: that costs more than the rest of this."""
+        self.waiting.extend(entries)
+        if len(self.started) < UNDER_WAY and (len(self.waiting) == len(entries) or self._has_all()):
+            self.changed.notify()
+
     # ---- the worker's thread
 
     def _work(self) -> None:
@@ -147,7 +157,7 @@ class Batcher(Generic[Item, Answer]):
             del batch  # or images would stay in memory until the next batch
         with self.changed:
             self.all_started = True
-            self.changed.notify_all()
+            self.begun.notify()
 
     def _run_batch(self, batch: list[QueueEntry]) -> None:
         """Answer a batch or a call, or start it and leave the rest to the collector."""
@@ -164,7 +174,7 @@ class Batcher(Generic[Item, Answer]):
             entry.item = None  # the images are on their way
         with self.changed:
             self.started.append(StartedBatch(batch, began, answers))
-            self.changed.notify_all()
+            self.begun.notify()
 
     def _answer(self, batch: list[QueueEntry], answers: Sequence[Any], began: float) -> None:
         """Set every future's result."""
@@ -205,19 +215,24 @@ class Batcher(Generic[Item, Answer]):
             try:
                 answers = batch.collect()
             except Exception as error:
+                self._next_may_start()
                 fail(batch.entries, error)
             else:
+                self._next_may_start()
                 self._answer(batch.entries, answers, batch.began)
                 del answers
-            with self.changed:
-                self.started.popleft()
-                self.changed.notify_all()
             del batch
+
+    def _next_may_start(self) -> None:
+        """The device is done with the first batch, whose callers get their answers meanwhile."""
+        with self.changed:
+            self.started.popleft()
+            self.changed.notify()
 
     def _next_started(self) -> StartedBatch | None:
         """Wait for the batch that was started first; None when all are answered and no more will be started."""
         with self.changed:
-            self.changed.wait_for(lambda: self.started or self.all_started)
+            self.begun.wait_for(lambda: self.started or self.all_started)
             return self.started[0] if self.started else None
 
 
@@ -255,5 +270,4 @@ class Reservation(Generic[Item, Answer]):
                 return
             self.left -= number
             self.batcher.reserved -= number
-            self.batcher.waiting.extend(entries)
-            self.batcher.changed.notify_all()
+            self.batcher._queue(entries)
