@@ -230,7 +230,8 @@ def test_sigkill_at_five_random_steps(tmp_path: Path) -> None:
     settings = ["steps=120", "checkpoint_every=10", "seed=3", "log_every=1", *size]
 
     def start(out: Path, resume: bool) -> subprocess.Popen[bytes]:
-        words = [program("vitlab"), "train", "digits", "--out", out, *settings, *(["--resume"] if resume else [])]
+        more = [*settings, *(["--resume"] if resume else [])]
+        words: list[str | Path] = [program("vitlab"), "train", "digits", "--out", out, *more]
         return subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
 
     def finish(process: subprocess.Popen[bytes]) -> int:
@@ -257,7 +258,7 @@ def test_sigkill_at_five_random_steps(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_asked_to_stop(tmp_path: Path, number: signal.Signals) -> None:
-    words = [program("vitlab"), "train", "digits", "--out", tmp_path / "run", "steps=5000"]
+    words: list[str | Path] = [program("vitlab"), "train", "digits", "--out", tmp_path / "run", "steps=5000"]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     log = tmp_path / "run" / "log.jsonl"
     while not log.exists() or log.stat().st_size == 0:
