@@ -32,6 +32,12 @@ TINY_RUN = "depth=1 width=24 mlp=48 heads=2 steps=2 batch=8 micro=4 warmup=0 wor
 SMALL_RUN = f"{TINY_RUN} model=Ti/16 image_size=32 prelogits=8"
 STUDIED = "image_size=32 depth=1 width=24 mlp=48 heads=2 steps=2 warmup=0 batch=8 workers=0 compile=no device=cpu"
 TINY_COMPARISON = "--against timm --image-size 32 --batch 1 --rounds 1 --seconds 0.01 --mode eager"
+# What `vitlab demo` does, with a fifth of its training.
+SHORT_DEMO = (
+    "vitlab train digits steps=240 --out runs/demo && python -c "
+    '"from pathlib import Path; from rich.console import Console; from vitlab import demo; '
+    "demo.show(Console(), Path('runs/demo'))\""
+)
 TUNED = "steps=2 batch=8 workers=0 device=cpu"
 TUNED_IN_PYTHON = 'steps=2, batch=8, workers=0, device="cpu"'
 
@@ -207,7 +213,10 @@ PAGES: dict[str, Page] = {
     ),
     "docs/tutorial.md": Page(),
     "docs/api.md": Page(),
-    "docs/data.md": Page(files={"photos": lambda path: class_folders(path, 15)}),
+    "docs/data.md": Page(
+        files={"photos": lambda path: class_folders(path, 15)},
+        append={"vitlab finetune": "depth=1 width=24 mlp=48 heads=2 image_size=32 compile=no device=cpu"},
+    ),
     "docs/design.md": Page(names=lambda: {**images(384), "photo": Image.new("RGB", (40, 32))}),
     "docs/report.md": Page(),
     "docs/finetuning.md": Page(
@@ -304,6 +313,7 @@ PAGES: dict[str, Page] = {
         files={name: lambda path: splits(path, train=6) for name in ("tiny-imagenet", "pets", "flowers")},
         append={
             "vitlab study positions data=": f"seeds=1 {STUDIED}",
+            "vitlab study positions data=tiny-imagenet targets=pets,flowers --jobs": "--only none,1d-stem",
             "srun vitlab study head": f"--only token-0.0003 seeds=1 {STUDIED}",
             "vitlab train study": STUDIED,
             "vitlab fewshot": "--keep features",

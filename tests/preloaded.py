@@ -79,6 +79,7 @@ def serve(address: str) -> None:
     for name in MODULES:
         __import__(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers end by themselves
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address)
         server.listen(64)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import vitlab
 from vitlab.errors import UserError
 from vitlab.models.config import ModelConfig, ResNetConfig, StemConfig, ViTConfig
+from vitlab.models.resnet import fixed_kernels
 from vitlab.models.vit import DropPath
 
 SMALL, OTHER = (32, 48), (48, 32)
@@ -180,6 +181,22 @@ def test_deepcopy(name: str, randomize: Fill) -> None:
     twin.resize(SMALL)
     torch.testing.assert_close(model(images), before, rtol=0, atol=0)  # nothing is shared
     assert model.config.image_size == OTHER
+
+
+@pytest.mark.parametrize("name", ["hybrid", "BiT", "AxialResNet"])
+def test_kernels_are_fixed_in_eval_mode_alone(name: str, randomize: Fill) -> None:
+    """The same values to the bit; training sees weights that change, and so does everything afterwards."""
+    model = randomize(vitlab.build(CONFIGS[name])).eval()
+    images = images_for(model)
+    with torch.no_grad():
+        before = model(images)
+        with fixed_kernels(model):
+            assert torch.equal(model(images), before)
+            randomize(model, seed=1)
+            other = randomize(vitlab.build(CONFIGS[name]), seed=1)
+            assert torch.equal(model.train()(images), other(images))
+        assert torch.equal(model.eval()(images), other.eval()(images))
+        assert not torch.equal(model(images), before)
 
 
 @each

@@ -1,10 +1,8 @@
 """Transfer on small sets of colored pictures: the sweep, seeds, failures, continuing, and a run repeated by hand."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from preloaded import program
 from rich.console import Console
 
 import vitlab
@@ -189,15 +188,18 @@ def test_vtab_is_run_once_for_each_seed(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_at_any_moment_it_ends_with_the_same_table(run: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-c", "from vitlab.cli import main; main()", "transfer", str(run), "--quick"]
+    words = [str(program("vitlab")), "transfer", str(run), "--quick"]
     words += ["steps=40", "checkpoint_every=2", "device=cpu", "workers=0", "--out"]
+    began = time.monotonic()
     subprocess.run([*words, str(tmp_path / "plain")], check=True, capture_output=True)
-    for wait in (4, 6, 7):
-        process = subprocess.Popen([*words, str(tmp_path / "killed")], stdout=subprocess.DEVNULL)
-        time.sleep(wait)
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+    took, ends = time.monotonic() - began, []
+    for share in (0.15, 0.3, 0.45):
+        with subprocess.Popen([*words, str(tmp_path / "killed")], stdout=subprocess.PIPE) as process:
+            time.sleep(share * took)
+            process.kill()
+            process.communicate()  # until its work has ended, too
+        ends.append(process.returncode)
+    assert ends[:2] == [-signal.SIGKILL] * 2  # on a machine that becomes faster the last one may be too late
     subprocess.run([*words, str(tmp_path / "killed")], check=True, capture_output=True)
     tables = [(tmp_path / name / "table.md").read_text() for name in ("plain", "killed")]
     assert tables[0] == tables[1]

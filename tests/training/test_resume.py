@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from preloaded import program
 from rich.console import Console
 from small_runs import SMALL, assert_same_run, assert_same_tensors, few_digits, plain_run, records, train_small
 
@@ -229,22 +230,19 @@ def test_sigkill_at_five_random_steps(tmp_path: Path) -> None:
     settings = ["steps=120", "checkpoint_every=10", "seed=3", "log_every=1", *size]
 
     def start(out: Path, resume: bool) -> subprocess.Popen[bytes]:
-        words: list[str | Path] = [
-            VITLAB,
-            "train",
-            "digits",
-            "--out",
-            out,
-            *settings,
-            *(["--resume"] if resume else []),
-        ]
-        return subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+        more = [*settings, *(["--resume"] if resume else [])]
+        words: list[str | Path] = [program("vitlab"), "train", "digits", "--out", out, *more]
+        return subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
+
+    def finish(process: subprocess.Popen[bytes]) -> int:
+        process.communicate(timeout=300)  # until its work has ended, too
+        return process.returncode
 
     def done(out: Path) -> int:
         log = out / "log.jsonl"
         return log.read_bytes().count(b'"lr"') if log.exists() else 0
 
-    assert start(tmp_path / "plain", False).wait(300) == 0
+    assert finish(start(tmp_path / "plain", False)) == 0
     draw = random.Random(time.time())
     for i, step in enumerate(sorted(draw.sample(range(5, 115), 5))):
         process = start(tmp_path / "cut", i > 0)
@@ -252,19 +250,19 @@ def test_sigkill_at_five_random_steps(tmp_path: Path) -> None:
             time.sleep(0.002)
         time.sleep(draw.random() * 0.05)
         process.kill()
-        assert process.wait() in (-signal.SIGKILL, 0)
-    assert start(tmp_path / "cut", True).wait(300) == 0
+        assert finish(process) in (-signal.SIGKILL, 0)
+    assert finish(start(tmp_path / "cut", True)) == 0
     assert_same_run(tmp_path / "plain", tmp_path / "cut")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_asked_to_stop(tmp_path: Path, number: signal.Signals) -> None:
-    words: list[str | Path] = [VITLAB, "train", "digits", "--out", tmp_path / "run", "steps=5000"]
+    words: list[str | Path] = [program("vitlab"), "train", "digits", "--out", tmp_path / "run", "steps=5000"]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     log = tmp_path / "run" / "log.jsonl"
     while not log.exists() or log.stat().st_size == 0:
-        time.sleep(0.1)
+        time.sleep(0.02)
         assert process.poll() is None
     process.send_signal(number)
     _, printed = process.communicate(timeout=60)

@@ -216,7 +216,7 @@ def test_a_run_on_a_gpu_is_the_plain_one_to_rounding(
 def test_without_the_other_tokens_of_the_last_block_a_run_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"precision": "float64", "steps": 6, "dropout": 0.0, "drop_path": 0.2}
+    settings: dict[str, Any] = {"precision": "float64", "steps": 6, "dropout": 0.0, "drop_path": 0.2}
     train_small(tmp_path / "fast", **settings)
     left_out: list[object] = []
     monkeypatch.setattr("vitlab.training.trainer.use_class_token", left_out.append)

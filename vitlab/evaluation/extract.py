@@ -29,6 +29,7 @@ from vitlab.inference.int8 import EightBits
 from vitlab.inference.payback import Payback
 from vitlab.models.config import LARGEST_SIDE, Preprocess, ResNetConfig
 from vitlab.models.guest import Measured
+from vitlab.models.resnet import fixed_kernels
 from vitlab.terminal import progress
 
 log = logging.getLogger("vitlab")
@@ -235,7 +236,8 @@ def eval_mode(model: Measured, device: torch.device) -> Iterator[None]:
     home = next(model.parameters()).device
     model.eval().to(device)
     try:
-        yield
+        with fixed_kernels(model):
+            yield
     except torch.OutOfMemoryError:
         message = f"a batch does not fit in the memory of {device}; use a smaller one, as with batch=16"
         raise UserError(message) from None

@@ -51,7 +51,7 @@ SIDE, CANVAS = 24, 96  # pixels of a view, and of the version that it is cut fro
 SCALES, PLACES = (0.95, 0.9), (0.0, 0.25, 0.5, 0.75, 1.0)  # of the crops that are tried
 
 Views = NDArray[np.float32]
-Canvas = NDArray[np.uint8]  # (CANVAS, CANVAS)
+Pixels = NDArray[np.uint8]  # (CANVAS, CANVAS)
 Pair = tuple[int, int, float]  # two images and how much they are alike
 
 
@@ -213,6 +213,14 @@ def unit(rows: Floats) -> Floats:
 # ---- copies
 
 
+@dataclass(frozen=True)
+class Canvas:
+    """A small gray version of an image."""
+
+    pixels: Pixels
+    full: Views  # (2, SIDE²): all of it, and its reflection
+
+
 def find_copies(images: Reviewed, cosines: Floats, near: Ints) -> list[Pair]:
     """Pairs among neighbors (n, k) that are the same but for compression, size, a slight crop or a reflection."""
     rows, places = np.nonzero(cosines >= PROPOSED)
@@ -220,7 +228,7 @@ def find_copies(images: Reviewed, cosines: Floats, near: Ints) -> list[Pair]:
     proposed = dict.fromkeys(
         (min(i, j), max(i, j)) for i, j in zip(rows[order].tolist(), near[rows, places][order].tolist(), strict=True)
     )
-    canvases: dict[int, Canvas | None] = {}
+    canvases: dict[int, Canvas | None] = {}  # with what every comparison needs, so that it is computed once
     pairs, left = [], COMPARED
     with progress("copies", len(proposed)) as advance:
         for i, j in proposed:
@@ -245,31 +253,36 @@ def canvas(images: Reviewed, index: int) -> Canvas | None:
         image = part.source.image(place, lambda size: min(size) / CANVAS)
     except BrokenImage:
         return None
-    return np.asarray(image.convert("L").resize((CANVAS, CANVAS), Image.Resampling.BOX))
+    return make_canvas(np.asarray(image.convert("L").resize((CANVAS, CANVAS), Image.Resampling.BOX)))
+
+
+def make_canvas(pixels: Pixels) -> Canvas:
+    return Canvas(pixels, np.concatenate([views(turned, FULL) for turned in (pixels, pixels[:, ::-1])]))
 
 
 def alike(one: Canvas, other: Canvas) -> float:
     """The higher correlation of one image with the other and with its reflection."""
-    first = views(one, FULL)
-    return max(float((first @ views(turned, FULL).T).max()) for turned in (other, other[:, ::-1]))
+    return float((one.full[0] @ other.full.T).max())
 
 
 def alike_in_crops(one: Canvas, other: Canvas) -> float:
-    """The highest correlation of one image with a slight crop of the other or its reflection, or the reverse."""
-    full, crops = views(one, FULL), views(one, CROPS)
-    return max(
-        float(max((views(turned, CROPS) @ full.T).max(), (crops @ views(turned, FULL).T).max()))
-        for turned in (other, other[:, ::-1])
-    )
+    """The highest correlation of one image with a slight crop of the other or its reflection, or the reverse.
+
+    The crops lie symmetrically, so those of the reflection are the reflections of the crops.
+    """
+    return max(float((views(a.pixels, CROPS) @ b.full.T).max()) for a, b in ((one, other), (other, one)))
 
 
-def views(image: Canvas, strips: Sequence[Views]) -> Views:
+def views(image: Pixels, strips: Sequence[Views]) -> Views:
     """Crops of a canvas, (v, SIDE²), of mean zero and length one, so that products are correlations.
 
     `strips` are matrices (p, SIDE, CANVAS), one for each size of a crop, that take means over p places along a side.
     """
-    pixels = image.astype(np.float32)
-    found = [(strip[:, None] @ (strip @ pixels.T).swapaxes(1, 2)[None]).reshape(-1, SIDE * SIDE) for strip in strips]
+    pixels, found = image.astype(np.float32), []
+    for strip in strips:
+        sides = strip.reshape(-1, CANVAS)  # all places at once: one large product is faster than many small ones
+        grid = (sides @ pixels @ sides.T).reshape(len(strip), SIDE, len(strip), SIDE)
+        found.append(grid.swapaxes(1, 2).reshape(-1, SIDE * SIDE))
     rows = np.concatenate(found)
     rows -= rows.mean(1, keepdims=True)
     return np.asarray(rows / np.maximum(1e-3, np.linalg.norm(rows, axis=1, keepdims=True)), np.float32)

@@ -11,6 +11,8 @@ Shapes: B batch, C channels, h and w cells down and across, H heads, K = C/H hea
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 import torch
@@ -29,6 +31,8 @@ HEADS = 8  # of axial attention in a ResNet
 class StdConv(nn.Conv2d):
     """A convolution without bias whose kernels have mean 0 and deviation 1."""
 
+    fixed: Tensor | None = None  # its kernels as `fixed_kernels` keeps them
+
     def __init__(self, c: StemConfig | ResNetConfig, cin: int, cout: int, size: int, stride: int = 1) -> None:
         super().__init__(cin, cout, size, stride=stride, padding=size // 2, bias=False)
         self.form, self.eps = c.standardize, c.standardize_eps
@@ -40,15 +44,35 @@ class StdConv(nn.Conv2d):
             return (self.weight - mean) / (variance.sqrt() + self.eps)
         return (self.weight - mean) * (variance + self.eps).rsqrt()
 
+    def kernels(self) -> Tensor:
+        return self.standardized() if self.fixed is None or self.training else self.fixed
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.standardized(), None, self.stride, self.padding)
+        return F.conv2d(x, self.kernels(), None, self.stride, self.padding)
 
 
 class SameConv(StdConv):
     """The same with "SAME" padding."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(same_pad(x, self.kernel_size[0], self.stride[0]), self.standardized(), None, self.stride)
+        return F.conv2d(same_pad(x, self.kernel_size[0], self.stride[0]), self.kernels(), None, self.stride)
+
+
+@contextmanager
+def fixed_kernels(model: nn.Module) -> Iterator[None]:
+    """Standardize the kernels of a model in eval mode once, as long as its weights do not change.
+
+    In every pass it would take as long as the convolutions of dozens of small images.
+    """
+    convolutions = [module for module in model.modules() if isinstance(module, StdConv)]
+    try:
+        with torch.no_grad():
+            for convolution in convolutions:
+                convolution.fixed = convolution.standardized()
+        yield
+    finally:
+        for convolution in convolutions:
+            convolution.fixed = None
 
 
 def same_pad(x: Tensor, size: int, stride: int) -> Tensor:

@@ -23,7 +23,7 @@ QUICK_RUN: tuple[str, ...] = (
     *("workers=0", "threads=1", "log_every=4"),
 )
 QUICK_STEPS = 12
-QUICK_CONVOLUTIONS = ("batch=16", "steps=6", "warmup=1")  # ResNets and stems have no small size
+QUICK_CONVOLUTIONS = ("batch=16", "steps=3", "warmup=1")  # ResNets and stems have no small size
 QUICK_MODEL = ("depth=2", "width=32", "mlp=64", "heads=2")  # of a ViT; a ResNet has no smaller size
 # How a run is computed, so that it applies to pre-training and fine-tuning alike.
 HOW = (

@@ -25,6 +25,7 @@ from vitlab.kernels.class_token import use_class_token
 from vitlab.kernels.fp8 import has_float8
 from vitlab.kernels.install import use_kernels
 from vitlab.models.config import Size, ViTConfig
+from vitlab.models.resnet import fixed_kernels
 from vitlab.models.shown import show
 from vitlab.models.variants import Model, build
 from vitlab.models.vit import ViT
@@ -365,7 +366,8 @@ class Trainer:
         classes = self.setup.config.classes if isinstance(self.objective, MultiLabel) else 0
         spare = self.cast(blank_batch(self.setup.config.image_size, self.cluster.device, classes))
         # eager: a test set has batches of two sizes, and each would be compiled anew
-        with self.autocast(), torch.compiler.set_stance("force_eager"):
+        fixed = nullcontext() if self.is_sharded else fixed_kernels(module)  # of shards there are none
+        with fixed, self.autocast(), torch.compiler.set_stance("force_eager"):
             sums = measure_sums(self.objective, module, batches, spare, self.cluster, passes)
         self.check_broken(split)
         return sums
