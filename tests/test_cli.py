@@ -67,6 +67,12 @@ def test_every_verb_has_a_file_and_an_example(verb: str, command: Command) -> No
     assert f"vitlab {verb}" in out
 
 
+def test_without_a_verb_there_is_the_help_page(command: Command) -> None:
+    page = command("--help")
+    assert "finetune" in page[1]
+    assert command() == command("-v") == page
+
+
 def test_verbs_are_in_groups(command: Command) -> None:
     """Each verb is in one group of `vitlab --help`."""
     assert sorted(name for names in GROUPS.values() for name in names) == sorted(VERBS)

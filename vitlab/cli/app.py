@@ -17,7 +17,6 @@ from vitlab.terminal import Terminal, printable
 app = typer.Typer(
     name="vitlab",
     cls=Verbs,
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -65,7 +65,8 @@ class Verbs(TyperGroup):
     """The verbs of the program, in the groups of its help page."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, take_verbose(args))
+        # typer's own way to show the page without arguments prints nothing of a page that is not typer's
+        return super().parse_args(ctx, take_verbose(args) or ["--help"])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """The verb that the words begin with; its name may be two of them."""
