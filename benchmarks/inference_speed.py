@@ -202,6 +202,7 @@ def on_gpu(given: argparse.Namespace, terms: Terms, found: dict[str, Any]) -> No
     cases = [
         Case(name, "infer", "eager" if given.toy else "compiled", batch, side, depth)
         for name, batch in (TOY if given.toy else MODELS)
+        if given.toy or name in given.models
     ]
     for case in cases if "throughput" in given.only else ():
         with part(found, case.model) as row:
@@ -231,6 +232,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=0.5, help="of a turn")
     parser.add_argument("--only", nargs="*", default=["throughput", "latency", "batcher"], help="parts, on a GPU")
+    parser.add_argument("--models", nargs="*", default=[name for name, _ in MODELS], help="of these, on a GPU")
     parser.add_argument("--model", help="a run, a file of weights or a hub id, for the agreement of 8 bits")
     parser.add_argument("--images", help="a folder of images or a data set, for the agreement of 8 bits")
     parser.add_argument("--toy", action="store_true")

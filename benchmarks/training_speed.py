@@ -3,7 +3,8 @@
 Its parts can be chosen (--only): the attention kernels alone, checked against float64 and timed beside torch's own,
 over block sizes; vitlab's own training step, plain, with the working copy, and with the kernels too; timm's model in a
 plain loop with the same optimizer. Every result is a line of JSON, written as soon as it is there; what fails becomes a
-line with the error, and the rest goes on. `--only losses` trains 300 steps from scratch on each path.
+line with the error, and the rest goes on. `--only seeds paths` trains 300 steps from scratch: three seeds of the plain
+path, and each fast path; with --data on real images. Several processes can share them, as no speed is measured.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitlab.data.open import open_data
 from vitlab.data.source import ArraySource, Data
 from vitlab.device import sound_kernels
 from vitlab.kernels import fp8_rounding
@@ -218,11 +220,20 @@ def random_data(images: int = 512) -> Data:
     return Data("random", train, ArraySource("random", pixels[:8], np.arange(8), classes))
 
 
+def real_data(name: str) -> Data:
+    """Images of one size from a data set, with as many classes as the others have: nothing is compiled twice."""
+    train = open_data(name).train
+    pixels = np.stack([np.asarray(train.image(index)) for index in range(len(train))])
+    classes = tuple(f"class {i}" for i in range(CLASSES))
+    return Data("real", *(ArraySource("real", pixels[:many], train.truth[:many], classes) for many in (len(train), 8)))
+
+
 @contextmanager
-def make_trainer(model: str, settings: dict[str, Any]) -> Iterator[Trainer]:
+def make_trainer(model: str, settings: dict[str, Any], data: Data | None = None) -> Iterator[Trainer]:
     recipe = make_recipe(model, "random", **{"steps": 10_000, "validation": 0, "seed": 1, **settings})
     with tempfile.TemporaryDirectory() as spare, process_group(DEVICE) as cluster:
-        setup = prepare_run(recipe, Path(spare) / "run", cluster, resume=False, data=random_data(), trial=True)
+        data = data or random_data()
+        setup = prepare_run(recipe, Path(spare) / "run", cluster, resume=False, data=data, trial=True)
         with sound_kernels(cluster.device, *training_lengths(setup)), closing(Trainer(setup, cluster)) as trainer:
             yield trainer
 
@@ -248,17 +259,21 @@ def time_training(report: Report, model: str, name: str, fast: tuple[str, ...], 
     forget()
 
 
-def compare_losses(report: Report, model: str, steps: int = 300) -> None:
-    """Losses of runs from scratch: three seeds of the plain path, then each fast path with the first of them."""
-    batch = SHAPES[model][0]
+Runs = list[tuple[str, tuple[str, ...], str, int]]  # name, fast pieces, precision, seed
+PLAIN: Runs = [("plain", (), "bfloat16", seed) for seed in (1, 2, 3)]
+FAST: Runs = [("all", ALL, "bfloat16", 1), ("all, fp8", ALL, "fp8", 1)]
+
+
+def compare_losses(report: Report, model: str, name: str | None, runs: Runs) -> None:
+    """Losses of 300 steps from scratch."""
+    data = real_data(name) if name else None
+    batch, steps = SHAPES[model][0], 300
     settings = {"batch": batch, "micro": batch, "lr": 3e-4, "warmup": 30, "weight_decay": 0.1, "steps": steps}
-    runs: list[tuple[str, tuple[str, ...], str, int]] = [("plain", (), "bfloat16", seed) for seed in (1, 2, 3)]
-    runs += [("all", ALL, "bfloat16", 1), ("all, fp8", ALL, "fp8", 1)]
     for name, fast, precision, seed in runs:
         with (
             report.part(f"{model} losses {name} {seed}"),
             chosen(fast),
-            make_trainer(model, {**settings, "precision": precision, "seed": seed}) as trainer,
+            make_trainer(model, {**settings, "precision": precision, "seed": seed}, data) as trainer,
         ):
             losses = torch.stack([trainer.step(step)[0] for step in range(steps)]).tolist()
             means = [round(statistics.mean(losses[start : start + 25]), 4) for start in range(0, steps, 25)]
@@ -344,9 +359,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("training_speed.jsonl"))
     parser.add_argument(
-        "--only", nargs="*", default=["check", "attention", "rounding", "train", "fp8", "timm"], help="parts to run"
+        "--only", nargs="*", default=["check", "attention", "rounding", "train", "fp8", "timm", "pieces"], help="parts"
     )
     parser.add_argument("--models", nargs="*", default=list(SHAPES))
+    parser.add_argument("--data", help="what the losses are of; random images without it")
     parser.add_argument("--limit", type=float, default=540, help="seconds after which no further part begins")
     options = parser.parse_args()
     report = Report(options.out, options.limit)
@@ -371,12 +387,14 @@ def main() -> None:
             with report.part(f"{model} timm"):
                 time_timm(report, model)
             forget()
-        if "train" in options.only and model == "B/16":
+        if "pieces" in options.only and model == "B/16":
             time_training(report, model, "copy", ("copy",))
             time_training(report, model, "all, graph", ALL, cuda_graph=True)
             time_training(report, model, "all, dropout", ALL, dropout=0.1)
-        if "losses" in options.only:
-            compare_losses(report, model)
+        if "seeds" in options.only:
+            compare_losses(report, model, options.data, PLAIN)
+        if "paths" in options.only:
+            compare_losses(report, model, options.data, FAST)
 
 
 if __name__ == "__main__":
