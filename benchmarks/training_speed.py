@@ -359,7 +359,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("training_speed.jsonl"))
     parser.add_argument(
-        "--only", nargs="*", default=["check", "attention", "rounding", "train", "fp8", "timm", "pieces"], help="parts"
+        "--only", nargs="*", default=["check", "attention", "rounding", "train", "fp8", "graph", "timm", "pieces"]
     )
     parser.add_argument("--models", nargs="*", default=list(SHAPES))
     parser.add_argument("--data", help="what the losses are of; random images without it")
@@ -383,13 +383,15 @@ def main() -> None:
             time_training(report, model, "plain", ())
         if "fp8" in options.only:
             time_training(report, model, "all, fp8", ALL, precision="fp8")
+        if "graph" in options.only:
+            time_training(report, model, "all, fp8, graph", ALL, precision="fp8", cuda_graph=True)
+            time_training(report, model, "all, graph", ALL, cuda_graph=True)
         if "timm" in options.only:
             with report.part(f"{model} timm"):
                 time_timm(report, model)
             forget()
         if "pieces" in options.only and model == "B/16":
             time_training(report, model, "copy", ("copy",))
-            time_training(report, model, "all, graph", ALL, cuda_graph=True)
             time_training(report, model, "all, dropout", ALL, dropout=0.1)
         if "seeds" in options.only:
             compare_losses(report, model, options.data, PLAIN)

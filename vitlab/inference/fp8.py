@@ -57,15 +57,49 @@ class StaticFloat8(nn.Module):
 
     def multiply(self, rows: Tensor, x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
         """The layer's output from act(x) in 8 bits, (M, I), and x, (B, N, I) if its first token is spared."""
-        y = multiply(rows, self.weight.t(), self.input_scale, self.weight_scale, self.bias, self.native, self.dtype)
-        y = y.unflatten(0, x.shape[:-1])
-        if self.spared is not None:  # once more, which is one row of an image's hundreds
-            y[:, 0] = linear(act(x[:, 0].to(self.dtype)), self.spared, self.bias)
-        return y
+        scales = self.input_scale, self.weight_scale
+        if self.spared is None:
+            y = multiply(rows, self.weight.t(), *scales, self.bias, self.native, self.dtype)
+        else:
+            first = act(x[:, 0].to(self.dtype))
+            y = spared_product(rows, self.weight, *scales, self.bias, first, self.spared, self.native)
+        return y.unflatten(0, x.shape[:-1])
 
 
 def unchanged(x: Tensor) -> Tensor:
     return x
+
+
+# An operator, as torch.compile would copy all of the output in order to change a few of its rows.
+@torch.library.custom_op("vitlab::spared_product", mutates_args=())
+def spared_product(
+    rows: Tensor,
+    weight: Tensor,
+    input_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    first: Tensor,
+    spared: Tensor,
+    native: bool,
+) -> Tensor:
+    """The product in 8 bits, (M, O), with the first token of each image, (B, I), once more in 16: a row of hundreds."""
+    y = multiply(rows, weight.t(), input_scale, weight_scale, bias, native, first.dtype)
+    y.unflatten(0, (len(first), -1))[:, 0] = linear(first, spared, bias)
+    return y
+
+
+@spared_product.register_fake
+def _(
+    rows: Tensor,
+    weight: Tensor,
+    input_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    first: Tensor,
+    spared: Tensor,
+    native: bool,
+) -> Tensor:
+    return first.new_empty(len(rows), len(weight))
 
 
 def run_mlp(part: MLP, x: Tensor) -> Tensor:

@@ -57,14 +57,15 @@ class Slot:
         """Images (3, h, w) as one tensor (b, 3, h, w) on the device, or soon.
 
         A decoded image has its three channels together, and turning that around costs more than all else here: it is
-        left to the device.
+        left to the device. All images are one call of torch: after each, this thread waits for the interpreter if
+        another one is busy.
         """
-        turned = pixels[0].permute(1, 2, 0)
-        together = turned.is_contiguous()
-        shape = (len(pixels), *(turned.shape if together else self.shape))
+        together = pixels[0].permute(1, 2, 0).is_contiguous()
+        channels, height, width = self.shape
+        shape = (len(pixels), height, width, channels) if together else (len(pixels), *self.shape)
         size = len(pixels) * self.shape.numel()
         here, there = (memory[:size].view(shape) for memory in (self.bytes, self.there))
-        torch.stack([image.permute(1, 2, 0) for image in pixels] if together else list(pixels), out=here)
+        torch.stack(list(pixels), out=here.permute(0, 3, 1, 2) if together else here)
         there.copy_(here, non_blocking=True)
         return there.permute(0, 3, 1, 2) if together else there
 
