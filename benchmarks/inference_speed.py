@@ -108,6 +108,8 @@ def latency(case: Case, terms: Terms, found: dict[str, Any]) -> None:
     found["prepared"] = [made.prepare(1) for made in (engine, classifier.engine)]
     pixels = pictures(1, case.image_size)
     calls = {"engine": lambda: engine(image), "bytes to probabilities": lambda: classifier.start(pixels)()}
+    if classifier.engine.graphs is not None:  # what of it the recording takes by itself
+        calls["recording from bytes"] = classifier.engine.graphs.recordings[1].graph.replay
     ready = [Contestant(name, "", call, warm_up(call, device, 0)) for name, call in calls.items()]
     rounds = list(race(ready, device, rounds=terms.rounds, seconds=terms.seconds, alone=True))
     for name in calls:

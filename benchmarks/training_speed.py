@@ -248,11 +248,13 @@ def time_training(report: Report, model: str, name: str, fast: tuple[str, ...], 
         compiled = time.monotonic() - began
         loaded = rate(lambda: trainer.step(LOSSES), batch)
         trainer.batches = itertools.cycle([next(trainer.batches)])
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         speeds = [rate(lambda: trainer.step(LOSSES), batch) for _ in range(ROUNDS)]
         memory = torch.cuda.max_memory_allocated() / 1e9
         row = {"images_per_second": round(statistics.median(speeds), 1), "spread": [round(x, 1) for x in speeds]}
-        row |= {"with_loader": round(loaded, 1), "peak_gb": round(memory, 2), "first_steps_s": round(compiled, 1)}
+        row |= {"with_loader": round(loaded, 1), "peak_gb": round(memory, 2), "held_gb": held_gb()}
+        row |= {"first_steps_s": round(compiled, 1)}
         report.add(part="train", model=model, name=name, **row, losses=[round(x, 5) for x in losses])
         if name in ("all", "all, fp8"):
             profile(report, model, name, lambda: trainer.step(LOSSES))
@@ -304,6 +306,11 @@ def rate(step: Callable[[], Any], batch: int) -> float:
     return batch * STEPS / (time.perf_counter() - began)
 
 
+def held_gb() -> float:
+    """What the process holds at most, without what only compiling needed; the peak leaves out recorded graphs."""
+    return round(torch.cuda.max_memory_reserved() / 1e9, 2)
+
+
 def profile(report: Report, model: str, name: str, step: Callable[[], Any]) -> None:
     """Where the time of a step is, by kernel."""
     from torch.profiler import ProfilerActivity
@@ -348,11 +355,12 @@ def time_timm(report: Report, model: str) -> None:
 
     for _ in range(WARM_UP):
         step()
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     speeds = [rate(step, batch) for _ in range(ROUNDS)]
     row = {"images_per_second": round(statistics.median(speeds), 1), "spread": [round(x, 1) for x in speeds]}
     memory = round(torch.cuda.max_memory_allocated() / 1e9, 2)
-    report.add(part="train", model=model, name=f"timm {timm.__version__}", **row, peak_gb=memory)
+    report.add(part="train", model=model, name=f"timm {timm.__version__}", **row, peak_gb=memory, held_gb=held_gb())
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from interpreter import run_interpreted
 from torch import Tensor
 
 import vitlab
+from vitlab.compiling import compile_in_place
 from vitlab.kernels.install import is_plain, use_attention, use_dropout, use_kernels
 from vitlab.models.vit import Attention
 
@@ -116,7 +117,7 @@ def test_a_model_with_kernels_is_the_model(compiled: bool) -> None:
         plain = gradients(model.float(), images, half=True)
         use_kernels(model, compiled=compiled)
         if compiled:
-            model.compile(dynamic=False)
+            compile_in_place(model)
         fast = gradients(model, images, half=True)
         assert error(fast, exact) <= 1.15 * error(plain, exact)
 

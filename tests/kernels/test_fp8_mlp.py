@@ -9,6 +9,7 @@ from interpreter import run_interpreted
 from torch import Tensor
 
 import vitlab
+from vitlab.compiling import compile_in_place
 from vitlab.kernels import fp8_rounding
 from vitlab.kernels.fp8 import MARGIN, Float8Linear, Maxima, has_float8, use_float8
 from vitlab.kernels.fp8_mlp import use_mlps
@@ -165,7 +166,7 @@ def test_the_mlp_on_a_gpu(compiled: bool) -> None:
         assert isinstance(layer, Float8Linear)
         layer.native = True
     if compiled:
-        model.compile(dynamic=False)
+        compile_in_place(model)
     found = own(model, x.cuda(), dy.cuda())
     for number, (a, b, c) in enumerate(zip(found, emulated, wanted, strict=True)):
         assert error(a.cpu(), c) < 1.1 * error(b, c) + 1e-3, number

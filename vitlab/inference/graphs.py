@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from vitlab.compiling import compiled
 from vitlab.device import own_workspaces
 from vitlab.inference.slots import Pending, Slots
 from vitlab.kernels.class_token import use_class_token
@@ -56,10 +57,10 @@ class Graphs:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.device, self.half, self.tail, self.dtype = device, half, tail, dtype
-        self.forward = torch.compile(module, dynamic=False)  # kept: graphs read the constants of compiled code
+        self.forward = compiled(module)  # kept: graphs read the constants of compiled code
         self.using, self.pool = threading.Lock(), torch.cuda.graph_pool_handle()
         # recordings are made on another stream than they run on, as both may happen at one time
-        self.stream, self.side = (torch.cuda.Stream(device) for _ in range(2))
+        self.stream, self.side, self.copies = (torch.cuda.Stream(device) for _ in range(3))
         self.slots = Slots(device)
         self.recordings: dict[int, Recording] = {}
 
@@ -100,9 +101,13 @@ class Graphs:
     def start(self, batch: int, pixels: Sequence[Tensor]) -> Pending:
         """Begin with images (3, h, w) of bytes that are in the host's memory, where their values come back to."""
         found = self.recordings[batch]
-        with self.using, torch.cuda.stream(self.stream):
+        with self.using:
             slot = self.slots.take(found.images, found.values)
-            return slot.fetch(found.replay(slot.send(pixels)))
+            with torch.cuda.stream(self.copies):  # while the batch before is computed
+                images = slot.send(pixels)
+            self.stream.wait_stream(self.copies)
+            with torch.cuda.stream(self.stream):
+                return slot.fetch(found.replay(images))
 
 
 @contextmanager

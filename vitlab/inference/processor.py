@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vitlab.compiling import compiled
 from vitlab.inference.fused import fuse
 from vitlab.inference.onnx_file import OnnxFile, to_proto
 from vitlab.inference.traced import traceable
@@ -82,7 +83,7 @@ def candidates(model: Model, what: What, *, thorough: bool) -> Iterator[Candidat
     if has_onnx():
         yield Candidate("ONNX Runtime", lambda: onnx_runtime(model, what), any_batch=True)
     if thorough and shutil.which("g++") is not None:
-        yield Candidate("compiled", lambda: torch.compile(ValuesOf(model, what), dynamic=False), any_batch=False)
+        yield Candidate("compiled", lambda: compiled(ValuesOf(model, what)), any_batch=False)
 
 
 def has_onnx() -> bool:

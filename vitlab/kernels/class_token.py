@@ -3,10 +3,6 @@ of the other tokens, and gradients of zero come back through them. Keys and valu
 
 This leaves out most of one block: 7 % of B/16's work and 3.5 % of L/16's, in training as in inference.
 
-Queries are projected for the class token alone. To project all and take one is also right, but the compiler of torch
-2.11 got its gradient wrong on a GPU where patches are projected by `patches.py` too: it read memory that nothing had
-written in place of the zeros of the other queries.
-
 Shapes: B images, N tokens, D width, H heads, K head width.
 """
 

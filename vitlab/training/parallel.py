@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from vitlab.compiling import compile_in_place
 from vitlab.device import pick_device
 from vitlab.errors import UserError
 
@@ -170,7 +171,7 @@ def wrap_module(
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     if compiled:
         for part in repeated_blocks(module) if sharded else [module]:  # hooks of sharding would break up one graph
-            part.compile(dynamic=False)  # images of two sizes are two graphs
+            compile_in_place(part)
     if cluster.world == 1:
         return module
     if not sharded:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitlab.compiling import compile_in_place
 from vitlab.data.balance import class_weights
 from vitlab.data.loader import Batch, describe_broken
 from vitlab.data.rng import keys
@@ -145,7 +146,7 @@ class Trainer:
         teacher = Teacher(model, self.setup.preprocess, self.size)
         teacher.to(self.cluster.device, self.dtype)
         if self.compiled:
-            teacher.compile(dynamic=False)
+            compile_in_place(teacher)
         return make_lesson(self.recipe, self.objective, model, teacher)
 
     def restore(self) -> CheckpointMeta:
