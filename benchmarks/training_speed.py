@@ -263,7 +263,7 @@ def time_training(report: Report, model: str, name: str, fast: tuple[str, ...], 
 
 Runs = list[tuple[str, tuple[str, ...], str, int]]  # name, fast pieces, precision, seed
 PLAIN: Runs = [("plain", (), "bfloat16", seed) for seed in (1, 2, 3)]
-FAST: Runs = [("all", ALL, "bfloat16", 1), ("all, fp8", ALL, "fp8", 1)]
+FAST: Runs = [("all", ALL, "bfloat16", 1), ("all, fp8", ALL, "fp8", 1), ("all, fp8, graph", ALL, "fp8", 1)]
 
 
 def compare_losses(report: Report, model: str, name: str | None, runs: Runs) -> None:
@@ -272,10 +272,11 @@ def compare_losses(report: Report, model: str, name: str | None, runs: Runs) -> 
     batch, steps = SHAPES[model][0], 300
     settings = {"batch": batch, "micro": batch, "lr": 3e-4, "warmup": 30, "weight_decay": 0.1, "steps": steps}
     for name, fast, precision, seed in runs:
+        graph = {"cuda_graph": name.endswith("graph")}
         with (
             report.part(f"{model} losses {name} {seed}"),
             chosen(fast),
-            make_trainer(model, {**settings, "precision": precision, "seed": seed}, data) as trainer,
+            make_trainer(model, {**settings, "precision": precision, "seed": seed, **graph}, data) as trainer,
         ):
             losses = torch.stack([trainer.step(step)[0] for step in range(steps)]).tolist()
             means = [round(statistics.mean(losses[start : start + 25]), 4) for start in range(0, steps, 25)]

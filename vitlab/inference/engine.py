@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vitlab.data.transforms import normalize
-from vitlab.device import has_bf16, out_of_memory
+from vitlab.device import cpu_threads, has_bf16, out_of_memory
 from vitlab.inference.int8 import EightBits, Int8
 from vitlab.inference.values import ValuesOf, What
 from vitlab.kernels.fp8 import E4M3
@@ -29,6 +29,7 @@ from vitlab.text import brief
 
 if TYPE_CHECKING:
     from vitlab.inference.graphs import Graphs
+    from vitlab.inference.slots import Pending
 
 log = logging.getLogger("vitlab")
 
@@ -115,7 +116,7 @@ class Engine:
         for batch, count in parts:
             under_way.append(graphs.start(batch, pixels[first : first + count]))
             first += count
-        return lambda: torch.cat([pending.collect() for pending in under_way])
+        return partial(collect, under_way)
 
     @torch.inference_mode()
     def plain(self, images: Tensor) -> Tensor:
@@ -286,6 +287,13 @@ class Engine:
         if not self.warming.is_alive():
             self.warming = None
             self.stop.clear()
+
+
+def collect(under_way: "Sequence[Pending]") -> Tensor:
+    """The values of a batch that was divided, (b, D)."""
+    with cpu_threads(1):
+        found = [pending.collect() for pending in under_way]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def ran_out(error: BaseException | None) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitlab.compiling import compiled
-from vitlab.device import own_workspaces
+from vitlab.device import cpu_threads, own_workspaces
 from vitlab.inference.slots import Pending, Slots
 from vitlab.kernels.class_token import use_class_token
 from vitlab.kernels.install import use_kernels
@@ -101,7 +101,7 @@ class Graphs:
     def start(self, batch: int, pixels: Sequence[Tensor]) -> Pending:
         """Begin with images (3, h, w) of bytes that are in the host's memory, where their values come back to."""
         found = self.recordings[batch]
-        with self.using:
+        with self.using, cpu_threads(1):  # several would wait for the last of them, a turn of the scheduler each time
             slot = self.slots.take(found.images, found.values)
             with torch.cuda.stream(self.copies):  # while the batch before is computed
                 images = slot.send(pixels)

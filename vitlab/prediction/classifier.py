@@ -5,6 +5,7 @@ Shapes: b images, h and w the model's height and width, K classes.
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from vitlab.data.python_images import is_path, name_of, to_image
 from vitlab.data.thumbnails import file_thumbnail, thumbnail
 from vitlab.data.transforms import eval_pixels
-from vitlab.device import pick_device
+from vitlab.device import cpu_threads, pick_device
 from vitlab.errors import UserError
 from vitlab.html import bar_table, data_url, picture_card
 from vitlab.inference.engine import Engine
@@ -212,7 +213,13 @@ class Classifier:
     def start(self, pixels: Sequence[Tensor]) -> Callable[[], Scores]:
         """Begin with images (3, h, w) of bytes in the host's memory; what is returned waits for their scores."""
         values = self.engine.start(pixels)
-        return lambda: self.to_scores(*self.take_apart(values()))
+
+        def finish() -> Scores:
+            found = values()
+            with cpu_threads(1) if self.device.type == "cuda" else nullcontext():  # as in Graphs.start
+                return self.to_scores(*self.take_apart(found))
+
+        return finish
 
     def to_scores(self, logits: Tensor, distances: Tensor | None) -> Scores:
         if self.thresholds is not None:
