@@ -78,3 +78,15 @@ def test_file_names_are_specific() -> None:
 
 def test_the_model_is_short() -> None:
     assert len((ROOT / "models" / "vit.py").read_text().splitlines()) <= 330
+
+
+def test_models_are_compiled_in_one_place() -> None:
+    """With the options that keep gradients right; a comparison compiles all packages as their users do."""
+    found = {
+        module_name(path)
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "compile"
+        if not (isinstance(node.func.value, ast.Name) and node.func.value.id == "re")
+    }
+    assert found == {"vitlab.kernels.compiling", "vitlab.bench.compare"}

@@ -9,7 +9,7 @@ from interpreter import run_interpreted
 from torch import Tensor
 
 import vitlab
-from vitlab.compiling import compile_in_place
+from vitlab.kernels.compiling import compile_in_place
 from vitlab.kernels.install import is_plain, use_attention, use_dropout, use_kernels
 from vitlab.models.vit import Attention
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import vitlab
-from vitlab.compiling import compile_in_place
 from vitlab.kernels.class_token import use_class_token
+from vitlab.kernels.compiling import compile_in_place
 from vitlab.kernels.install import use_kernels
 from vitlab.models.variants import Model
 from vitlab.training.lora import add_updates

@@ -9,8 +9,8 @@ from interpreter import run_interpreted
 from torch import Tensor
 
 import vitlab
-from vitlab.compiling import compile_in_place
 from vitlab.kernels import fp8_rounding
+from vitlab.kernels.compiling import compile_in_place
 from vitlab.kernels.fp8 import MARGIN, Float8Linear, Maxima, has_float8, use_float8
 from vitlab.kernels.fp8_mlp import use_mlps
 from vitlab.kernels.fp8_rounding import plain_round, round_gelu, round_turned, try_rounding

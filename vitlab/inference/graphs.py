@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from vitlab.compiling import compiled
 from vitlab.device import cpu_threads, own_workspaces
 from vitlab.inference.slots import Pending, Slots
 from vitlab.kernels.class_token import use_class_token
+from vitlab.kernels.compiling import compiled
 from vitlab.kernels.install import use_kernels
 from vitlab.kernels.rounding import round_weights
 from vitlab.models.variants import Model

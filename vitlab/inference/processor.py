@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vitlab.compiling import compiled
 from vitlab.inference.fused import fuse
 from vitlab.inference.onnx_file import OnnxFile, to_proto
 from vitlab.inference.traced import traceable
 from vitlab.inference.values import ValuesOf, What
+from vitlab.kernels.compiling import compiled
 from vitlab.models.variants import Model
 from vitlab.text import brief
 from vitlab.weights import load, save

@@ -24,9 +24,9 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from vitlab.compiling import compile_in_place
 from vitlab.device import pick_device
 from vitlab.errors import UserError
+from vitlab.kernels.compiling import compile_in_place
 
 Parallel = Literal["ddp", "fsdp"]
 T = TypeVar("T")

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitlab.compiling import compile_in_place
 from vitlab.data.balance import class_weights
 from vitlab.data.loader import Batch, describe_broken
 from vitlab.data.rng import keys
@@ -23,6 +22,7 @@ from vitlab.device import has_bf16, out_of_memory
 from vitlab.errors import UserError
 from vitlab.evaluation.multi_label import EVEN
 from vitlab.kernels.class_token import use_class_token
+from vitlab.kernels.compiling import compile_in_place
 from vitlab.kernels.fp8 import has_float8
 from vitlab.kernels.install import use_kernels
 from vitlab.models.config import Size, ViTConfig
