@@ -96,6 +96,19 @@ def throughput(case: Case, terms: Terms, found: dict[str, Any]) -> None:
         rows = {c.name: Row(c.name, "", tuple(case.batch * r[c.name] for r in rounds), None, ()) for c in ready}
         for name, row in rows.items():
             found[name] = {"images_per_second": row.median, "rounds": list(row.rates), "to_timm": row.ratio(rows[PEER])}
+        if device.type == "cuda":
+            found["kernels"] = {c.name: kernels(c.call) for c in ready}
+
+
+def kernels(call: Callable[[], object], most: int = 12) -> list[tuple[str, float, int]]:
+    """Where the time of a call is on a GPU: names, milliseconds and calls of kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    events = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)
+    return [(event.key[:90], round(event.self_device_time_total / 1000, 3), event.count) for event in events[:most]]
 
 
 def latency(case: Case, terms: Terms, found: dict[str, Any]) -> None:
