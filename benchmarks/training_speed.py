@@ -225,7 +225,8 @@ def real_data(name: str) -> Data:
     train = open_data(name).train
     pixels = np.stack([np.asarray(train.image(index)) for index in range(len(train))])
     classes = tuple(f"class {i}" for i in range(CLASSES))
-    return Data("real", *(ArraySource("real", pixels[:many], train.truth[:many], classes) for many in (len(train), 8)))
+    images, few = (ArraySource("real", pixels[:many], train.truth[:many], classes) for many in (len(train), 8))
+    return Data("real", images, few)
 
 
 @contextmanager

@@ -119,7 +119,7 @@ def test_gradients_of_the_compiled_model_are_those_of_the_plain_one(precision: s
     """At the paper's size, with all that a run has; smaller ones do not show what `compiling.py` names."""
     torch.manual_seed(0)
     model = vitlab.create("B/16", depth=4, classes=1000, dropout=0.0).cuda()
-    torch.nn.init.normal_(model.get_submodule("head").weight, std=0.01)
+    torch.nn.init.normal_(model.get_parameter("head.weight"), std=0.01)
     images, classes = torch.randn(128, 3, 224, 224, device="cuda"), torch.arange(128, device="cuda")
 
     def gradients(part: torch.nn.Module, move: Callable[[], None]) -> dict[str, Tensor]:
