@@ -36,10 +36,14 @@ def train(tmp_path: Path, megabytes: int, width: int) -> subprocess.CompletedPro
 
 @pytest.mark.slow
 def test_the_micro_batch_shrinks(tmp_path: Path) -> None:
-    done = train(tmp_path, 600, 64)
-    assert done.stdout.strip() == "complete", done.stderr[-2000:]
+    """What a step needs differs by a factor of two between processors, whose libraries pack matrices differently."""
+    for megabytes in (600, 350):
+        done = train(tmp_path / f"{megabytes}", megabytes, 64)
+        assert done.stdout.strip() == "complete", done.stderr[-2000:]
+        assert (tmp_path / f"{megabytes}" / "run" / "model.safetensors").exists()
+        if "out of memory" in done.stderr:
+            break
     assert "out of memory with micro-batches of 1024 images; continuing with 512" in done.stderr.replace("\n", " ")
-    assert (tmp_path / "run" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
