@@ -43,6 +43,7 @@ from vitlab.models.vit import ViT
 from vitlab.prediction import Classifier
 from vitlab.prediction.classifier import Scores
 from vitlab.serving.batcher import Batcher, QueueFull
+from vitlab.serving.garbage import keep_all
 
 MODELS = (("B/16", 256), ("L/16", 128))
 TOY = (("Ti/16", 2),)
@@ -171,6 +172,7 @@ def batched(case: Case, terms: Terms, found: dict[str, Any]) -> None:
     """Images per second through the batcher, from bytes to probabilities, from a queue that is always full."""
     classifier = Classifier(build(case.config), str(terms.device))
     found["prepared"] = classifier.engine.prepare(case.batch)
+    keep_all()  # as the server does
     ends: list[tuple[float, int]] = []
 
     def run(items: Sequence[Tensor]) -> Callable[[], list[Scores]]:

@@ -165,13 +165,15 @@ class EarlierReader(TrainReader):
         return crop_and_resize(image, box, self.size, self.preprocess, flip)
 
 
-def shards_benchmark(workers: int, seconds: float, rounds: int, batch: int, count: int) -> tuple[Table, str]:
+def shards_benchmark(
+    workers: int, seconds: float, rounds: int, batch: int, count: int, sides: list[int]
+) -> tuple[Table, str]:
     """Photos per second from shards, each way in turn: the median of the rounds, and of the ratios within them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["VITLAB_DATA"] = f"{folder}/cache"
         sources = {"photos": photo_shards(Path(folder) / "photos", count)}
-        for side in (320, 256):
+        for side in sides:
             copy = shrink_set(f"{folder}/photos", Path(folder) / str(side), Shrinking(side), workers).path
             sources[f"shrunk to {side}"] = find_splits(str(copy))[0]["train"]
         earlier = EarlierReader(sources["photos"], (224, 224), Preprocess(), Augment())
@@ -358,12 +360,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="with workers; one core has 40 short ones")
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--count", type=int, default=6400, help="photos in the shards")
+    parser.add_argument("--sides", type=int, nargs="*", default=[320, 256], help="of copies that were shrunk")
     args = parser.parse_args()
     if not args.workers:
         Console(width=120).print(speed_table(loader_benchmark(), (224, 224)))
     with cpu_threads(None if args.workers else 1):
         rounds, count = (args.rounds, args.count) if args.workers else (40, 64)
-        table, line = shards_benchmark(args.workers, args.seconds, rounds, args.batch, count)
+        table, line = shards_benchmark(args.workers, args.seconds, rounds, args.batch, count, args.sides)
         Console(width=120).print(table, line, sep="\n", soft_wrap=True)
 
 

@@ -35,7 +35,7 @@ times() {
     "${train[@]}" --only train fp8 graph timm --models "$model" --out "$out/training.jsonl" >"$out/training-${model%/*}.log" 2>&1
   done
   "${infer[@]}" --rounds 6 --seconds 0.4 >"$out/inference.json" 2>"$out/inference.log"
-  python "$here/loader.py" --workers "$(nproc)" --rounds 3 --seconds 2 --count 2048 >"$out/loader.txt" 2>&1
+  python "$here/loader.py" --workers "$(nproc)" --rounds 3 --seconds 2 --count 2048 --sides >"$out/loader.txt" 2>&1
   grep -v profile "$out/training.jsonl" | cut -c 1-400
   cat "$out/inference.log" "$out/loader.txt" # each part of the first as one line
 }

@@ -219,18 +219,24 @@ class Device:
             assert self.changed.wait_for(lambda: len(self.started) >= batches, 60)
 
 
-def test_the_next_batch_starts_before_the_first_is_answered_and_a_third_waits() -> None:
+def test_the_next_batch_starts_before_the_first_is_answered_and_a_third_once_it_is_full() -> None:
     device = Device()
     batcher = Batcher(device, max_batch=2)
     with batcher.reserve(4) as places:  # so that these are two full batches
         futures = places.submit([0, 1, 2, 3])
     device.wait_for(2)
-    futures += [batcher.submit(n) for n in (4, 5)]
+    futures.append(batcher.submit(4))
     time.sleep(0.02)
-    assert len(device.started) == 2
+    assert len(device.started) == 2  # others may still join it
+    futures.append(batcher.submit(5))
+    device.wait_for(3)
+    with batcher.reserve(4) as places:
+        futures += places.submit([6, 7, 8, 9])
+    time.sleep(0.02)
+    assert device.started == [[0, 1], [2, 3], [4, 5]]
     assert not any(future.done() for future in futures)
-    device.ready.release(6)
-    assert [future.result(60) for future in futures] == [0, 2, 4, 6, 8, 10]
+    device.ready.release(5)
+    assert [future.result(60) for future in futures] == [2 * n for n in range(10)]
     assert batcher.close(10)
     assert not batcher.worker.is_alive()
     assert not batcher.collector.is_alive()
@@ -255,12 +261,12 @@ def test_the_next_batch_does_not_wait_for_callers_to_take_their_answers() -> Non
     slow = batcher.submit(1)
     slow.add_done_callback(lambda _: taken.wait(60))
     device.wait_for(1)
-    futures = [batcher.submit(n) for n in (2, 3)]
-    device.ready.release(3)
-    device.wait_for(3)  # two are under way, the third one after the first is collected
+    futures = [batcher.submit(n) for n in (2, 3, 4)]
+    device.ready.release(4)
+    device.wait_for(4)  # three are under way, the fourth one after the first is collected
     assert not taken.is_set()
     taken.set()
-    assert [future.result(60) for future in futures] == [4, 6]
+    assert [future.result(60) for future in futures] == [4, 6, 8]
     assert batcher.close(10)
 
 

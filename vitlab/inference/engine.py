@@ -230,8 +230,11 @@ class Engine:
 
     # ---- in the background
 
-    def warm_up(self, batches: Sequence[int]) -> None:
-        """Make several batches faster in the background, one after the other; calls meanwhile take what is ready."""
+    def warm_up(self, batches: Sequence[int], then: Callable[[], None] = lambda: None) -> None:
+        """Make several batches faster in the background, one after the other; calls meanwhile take what is ready.
+
+        `then` is called at its end.
+        """
         batches = [batch for batch in batches if batch not in self.fast]
         if isinstance(self.model, Guest) or self.warming is not None or not batches:
             return
@@ -245,7 +248,7 @@ class Engine:
         else:
             return
         self.begin()  # the copy is made here, while nothing else uses the model
-        self.warming = threading.Thread(target=work, name="compiling", daemon=True)
+        self.warming = threading.Thread(target=in_turn, args=(work, then), name="compiling", daemon=True)
         self.warming.start()
 
     def compile_all(self, batches: Iterable[int]) -> None:
@@ -294,6 +297,11 @@ def collect(under_way: "Sequence[Pending]") -> Tensor:
     with cpu_threads(1):
         found = [pending.collect() for pending in under_way]
         return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def in_turn(*calls: Callable[[], None]) -> None:
+    for call in calls:
+        call()
 
 
 def ran_out(error: BaseException | None) -> bool:

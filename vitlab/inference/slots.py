@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-SLOTS = 2
+SLOTS = 3  # as many batches as are under way at most
 
 
 class Event(Protocol):

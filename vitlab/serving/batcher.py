@@ -27,7 +27,9 @@ log = logging.getLogger("vitlab")
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 Result = TypeVar("Result")
-UNDER_WAY = 2  # batches at most that are started and not answered: a device has work, and others wait to be a batch
+# Batches that are started and not answered: a device has work, and others wait to be a batch. One that is full, which
+# nothing more can join, starts while two are under way, so that the device need not wait for it.
+UNDER_WAY, WITH_FULL = 2, 3
 
 
 class QueueFull(Exception):
@@ -145,7 +147,7 @@ class Batcher(Generic[Item, Answer]):
     def _queue(self, entries: list[QueueEntry]) -> None:
         """Add entries, and wake the worker unless it would go on waiting: that costs more than the rest of this."""
         self.waiting.extend(entries)
-        if len(self.started) < UNDER_WAY and (len(self.waiting) == len(entries) or self._has_all()):
+        if self._may_start() and (len(self.waiting) == len(entries) or self._has_all()):
             self.changed.notify()
 
     # ---- the worker's thread
@@ -189,7 +191,7 @@ class Batcher(Generic[Item, Answer]):
     def _next_batch(self) -> list[QueueEntry]:
         """Wait for the next batch, or a call by itself; empty when the batcher is closed and all is started."""
         with self.changed:
-            self.changed.wait_for(lambda: len(self.started) < UNDER_WAY)
+            self.changed.wait_for(self._may_start)
             self.changed.wait_for(lambda: self.waiting or (self.closed and not self.reserved))
             if not self.waiting:
                 self.finished = True
@@ -203,6 +205,10 @@ class Batcher(Generic[Item, Answer]):
             while batch[0].call is None and self.waiting and not self.waiting[0].call and len(batch) < self.max_batch:
                 batch.append(self.waiting.popleft())
             return batch
+
+    def _may_start(self) -> bool:
+        """Whether another batch may be under way, once there is one."""
+        return len(self.started) < (WITH_FULL if len(self.waiting) >= self.max_batch else UNDER_WAY)
 
     def _has_all(self) -> bool:
         """Whether a batch is full, or nothing more is coming for it."""

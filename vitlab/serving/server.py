@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import gc
 import logging
 import resource  # on POSIX systems only, as are the processes that decode
 import socket
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp
 
 from vitlab.errors import UserError
 from vitlab.serving.connection import Connection
+from vitlab.serving.garbage import keep_all
 from vitlab.serving.limits import Limits
 from vitlab.serving.pool import ConnectionPool
 
@@ -33,8 +33,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        gc.collect()
-        gc.freeze()  # what is loaded stays: a collection over all of torch would stop every request for 0.2 s
+        keep_all()
         if self.started:
             self.on_start()
 

@@ -22,6 +22,7 @@ from vitlab.serving.batcher import Batcher, BatcherClosed, QueueFull
 from vitlab.serving.corrections import Corrections
 from vitlab.serving.decoding import Decoders
 from vitlab.serving.explain import compute_map, explain, map_to_json, steps_to_json
+from vitlab.serving.garbage import keep_all
 from vitlab.serving.limits import Limits, MemoryBudget, RequestError, try_again
 from vitlab.serving.metrics import Metrics
 from vitlab.serving.report import Report
@@ -82,7 +83,8 @@ class Service:
         blank = torch.zeros(3, *self.classifier.model.config.image_size, dtype=torch.uint8)
         await asyncio.wrap_future(self.batcher.submit(blank))
         await asyncio.wrap_future(self.batcher.call(lambda: explain(self.classifier, blank)))
-        await asyncio.to_thread(self.classifier.engine.warm_up, buckets(self.batcher.max_batch))  # after all these
+        sizes = buckets(self.batcher.max_batch)
+        await asyncio.to_thread(self.classifier.engine.warm_up, sizes, keep_all)  # after all these
 
     async def predict(self, request: Request) -> list[tuple[str, Scores]]:
         """Every image's name and scores."""
