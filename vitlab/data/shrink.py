@@ -217,7 +217,7 @@ def write_shards(
                 for images in ranges
                 for start in range(0, len(images), CHUNK)
             )
-            chunks = read_chunks(ShrinkReader(source, how), requests, workers, AHEAD, False)
+            chunks = read_chunks(ShrinkReader(source, how), requests, workers, AHEAD)
             for images in ranges:
                 with atomic_file(shard_path(part, split, images.start)) as file:
                     tar = TarFile(fileobj=file, mode="w")

@@ -4,10 +4,11 @@ import itertools
 import math
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, default_convert
 
 from vitlab.data.decoder import DecodeHint
 from vitlab.data.images import BrokenImage
+from vitlab.data.places import Placing, make_places
 from vitlab.data.randaugment import randaugment
 from vitlab.data.rng import Floats
 from vitlab.data.transforms import (
@@ -47,6 +49,16 @@ class Images(Protocol):
     def __len__(self) -> int: ...
 
     def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image: ...
+
+
+class HasError(Protocol):
+    """What workers answer: an error in place of a result."""
+
+    @property
+    def error(self) -> str: ...
+
+
+Answer = TypeVar("Answer", bound=HasError)
 
 
 @dataclass(frozen=True)
@@ -124,6 +136,11 @@ class EvalReader(ImageReader):
     size: Size
     preprocess: Preprocess
 
+    @property
+    def room(self) -> int:
+        """Bytes that an image needs on its way."""
+        return 3 * math.prod(self.size)
+
     def convert(self, image: Image.Image, key: int) -> Tensor:
         return eval_pixels(image, self.size, self.preprocess)
 
@@ -170,7 +187,7 @@ def chunk_size(batch: int, workers: int) -> int:
 
 
 def read_batches(
-    reader: ImageReader, batches: Iterable[Samples], chunk: int, workers: int, ahead: int, device: torch.device
+    reader: EvalReader, batches: Iterable[Samples], chunk: int, workers: int, ahead: int, device: torch.device
 ) -> Iterator[Chunk]:
     """Each batch in turn, its pixels on the device, read in chunks of at most `chunk` images.
 
@@ -178,24 +195,40 @@ def read_batches(
     """
     batches, asked = itertools.tee(batches)
     requests = (samples[start : start + chunk] for samples in asked for start in range(0, len(samples), chunk))
-    chunks = read_chunks(reader, requests, workers, ahead, device.type == "cuda")
-    for samples in batches:
-        parts = list(itertools.islice(chunks, math.ceil(len(samples) / chunk)))
-        pixels = torch.cat([part.pixels.to(device, non_blocking=True) for part in parts])
-        broken = tuple(entry for part in parts for entry in part.broken)
-        index, cuts = torch.cat([part.index for part in parts]), torch.cat([part.cuts for part in parts])
-        yield Chunk(pixels, index, broken, cuts=cuts)
+    with closing(read_to_device(reader, requests, chunk, workers, ahead, device)) as chunks:
+        for samples in batches:
+            parts = list(itertools.islice(chunks, math.ceil(len(samples) / chunk)))
+            pixels, index, cuts = (torch.cat([getattr(x, name) for x in parts]) for name in ("pixels", "index", "cuts"))
+            yield Chunk(pixels, index, tuple(entry for part in parts for entry in part.broken), cuts=cuts)
+
+
+def read_to_device(
+    reader: EvalReader, requests: Iterable[Samples], chunk: int, workers: int, ahead: int, device: torch.device
+) -> Generator[Chunk]:
+    """The chunks in order, their pixels on the device."""
+    # a worker always gets the same places: those of the chunks that it keeps ready, and one that is copied
+    places = make_places(workers * (ahead + 1), chunk * reader.room, device) if workers else None
+    if places is None:
+        for found in read_chunks(reader, requests, workers, ahead, device.type == "cuda"):
+            yield replace(found, pixels=found.pixels.to(device, non_blocking=True))
+        return
+    with (
+        closing(places),
+        closing(read_chunks(Placing(reader, places), places.ask(requests), workers, ahead)) as parcels,
+    ):
+        for parcel in parcels:
+            yield places.take(parcel)
 
 
 def read_all(reader: ImageReader, count: int, workers: int, title: str) -> Iterator[Chunk]:
     """The first `count` images once, in order, with a progress bar."""
     requests = [[(i, 0) for i in range(s, min(s + CHUNK, count))] for s in range(0, count, CHUNK)]
-    return track(read_chunks(reader, requests, workers, AHEAD, False), title, len(requests))
+    return track(read_chunks(reader, requests, workers, AHEAD), title, len(requests))
 
 
 def read_chunks(
-    reader: Dataset[Chunk], requests: Iterable[Samples], workers: int, ahead: int, pin: bool
-) -> Iterator[Chunk]:
+    reader: Dataset[Answer], requests: Iterable[object], workers: int, ahead: int, pin: bool = False
+) -> Generator[Answer]:
     """The chunks in order, read by `workers` processes (0: by this one) that keep `ahead` chunks ready each.
 
     Raises UserError where the reader does, or where a worker was killed.
