@@ -237,6 +237,7 @@ def make_trainer(model: str, settings: dict[str, Any], data: Data | None = None)
         setup = prepare_run(recipe, Path(spare) / "run", cluster, resume=False, data=data, trial=True)
         with sound_kernels(cluster.device, *training_lengths(setup)), closing(Trainer(setup, cluster)) as trainer:
             yield trainer
+            trainer.graphed = None  # or its memory would be counted with the next one's
 
 
 def time_training(report: Report, model: str, name: str, fast: tuple[str, ...], **settings: Any) -> None:

@@ -20,7 +20,10 @@ CPU = torch.device("cpu")
 SIZE = (8, 8)
 
 
-@pytest.fixture(params=[CPU, pytest.param("cuda", marks=pytest.mark.gpu)])
+GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+
+
+@pytest.fixture(params=[CPU, pytest.param("cuda", marks=GPU)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
