@@ -13,9 +13,9 @@ share_gpu "${AT_ONCE:-2}"
 time=minutes=${MINUTES:-8.5}
 for name in "$@"; do
   case $name in
-    cifar-adamw) row=(cifar10-fast data="$CIFAR" "$time" optimizer=adamw lr=1e-3) ;;
+    cifar-adamw) row=(cifar10-fast data="$CIFAR" "$time" optimizer=adamw lr=6e-4) ;;
     cifar-*) row=(cifar10-fast data="$CIFAR" "$time" seed="${name#cifar-}") ;;
-    tiny-*) row=(tiny-imagenet data="$TINY" "$time" batch=512 optimizer=muon lr=0.004 warmup=200 decay=linear ema=0.999 seed="${name#tiny-}") ;;
+    tiny-*) row=(tiny-imagenet data="$TINY" "$time" batch=512 optimizer=muon lr=0.004 warmup=200 decay=linear ema=0.998 seed="${name#tiny-}") ;;
     *) echo "there is no run $name" && exit 2 ;;
   esac
   start "$out" "$name" train "${row[@]}" ${SETTINGS:-} --out "$out/$name"

@@ -202,7 +202,7 @@ TINY = made(
 # one command, one GPU, ten minutes from the process's start to its test accuracy
 CIFAR = made(
     "model=S/4 data=cifar10 image_size=32 pool=mean drop_path=0.1 minutes=9.5 batch=512 optimizer=muon lr=0.004 "
-    "warmup=200 decay=linear weight_decay=0.1 clip=1 ema=0.999 cuda_graph=true area=0.4,1 randaugment=2,9 mixup=0.8 "
+    "warmup=200 decay=linear weight_decay=0.1 clip=1 ema=0.998 cuda_graph=true area=0.4,1 randaugment=2,9 mixup=0.8 "
     "cutmix=1 label_smoothing=0.1 plain_end=0.07 checkpoint_every=5000 log_every=100",
     preprocess=Preprocess(crop=1.0),
 )
