@@ -19,7 +19,6 @@ from vitlab.export.quantize import (
     count_float_layers,
     dense_layers,
     expected_agreement,
-    margin_changes,
     rank_layers,
 )
 from vitlab.inference.onnx_file import OnnxFile, Runner, to_proto
@@ -28,8 +27,7 @@ from vitlab.models.guest import Measured
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
 
-CALIBRATION = 128  # images that ranges are taken from,
-CHOICE = 64  # of these, those that layers are chosen on, and
+CALIBRATION = 128  # images that ranges are taken from, and
 MEASURED = 1024  # others that the agreement is measured on,
 SEPARATE = 200  # if there are at least so many others
 FEWEST = 16
@@ -169,12 +167,11 @@ class Prepared:
 
 def prepare(model: ViT, pixels: Tensor) -> Prepared:
     """From bytes (n, 3, h, w) like those that the model will see."""
-    graph, preprocess = traceable(model), model.card.preprocess
+    graph = traceable(model)
     assert isinstance(graph, ViT)
-    scales = calibrate(graph, pixels, preprocess)
-    chosen_on = pixels[:: max(1, len(pixels) // CHOICE)]
+    scales, changes = calibrate(graph, pixels, model.card.preprocess)
     sizes = {name: layer.weight.numel() for name, layer in dense_layers(graph).items()}
-    return Prepared(graph, scales, rank_layers(margin_changes(graph, scales, chosen_on, preprocess), sizes))
+    return Prepared(graph, scales, rank_layers(changes, sizes))
 
 
 def search(
@@ -196,18 +193,21 @@ def search(
     margins, order = best - second, list(variance)
     share, difference, allowed = 0.0, 0.0, (1 - min(least, 0.999)) * SLACK
     floats: tuple[str, ...] = ()
-    count = min(count_float_layers(variance, margins, 1 - (1 - wanted) * SLACK), len(order) // CHEAP)
-    most = len(order)
+    most, cheap = len(order), len(order) // CHEAP
+    count = min(count_float_layers(variance, margins, 1 - (1 - wanted) * SLACK), cheap)
     for attempt in range(TRIES):
         count = min(max(count_float_layers(variance, margins, 1 - allowed), count), most)
         if attempt and count >= len(order):
             break
         floats = tuple(order[: min(count, len(order) - 1)])  # at least one is int8, so that an error has its agreement
         share, difference = measure(floats)
-        if share >= least:
+        if share >= least and (share >= wanted or len(floats) >= cheap):
             break
-        expected = expected_agreement(variance, margins, len(floats))
-        allowed = min(allowed, (1 - least) * SLACK * max(TINY, 1 - expected) / (1 - share))  # as far as it was off
         count = len(floats) + STEP
-        most = max(count, len(floats) + len(order) // LEAP)
+        if share >= least:
+            most = min(count, cheap)
+        else:
+            most = max(count, len(floats) + len(order) // LEAP)
+            expected = expected_agreement(variance, margins, len(floats))
+            allowed = min(allowed, (1 - least) * SLACK * max(TINY, 1 - expected) / (1 - share))  # as far as it was off
     return floats, share, difference

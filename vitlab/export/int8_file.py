@@ -23,7 +23,7 @@ from vitlab.models.vit import ViT
 
 log = logging.getLogger("vitlab")
 
-LEAST, WANTED = 0.96, 0.98  # agreement
+LEAST, WANTED = 0.96, 0.985  # agreement: needed, and worth a few float layers
 
 
 def find_int8(run: str, model: Measured, images: str | None, device: torch.device) -> Int8:
