@@ -38,6 +38,7 @@ randaugment-2 randaugment=2,9
 wider width=320 heads=5 mlp=1280 depth=6
 patch-4 model=S/4
 patch-4-dropout model=S/4 patch_dropout=0.5
+patch-4-small model=S/4 small_size=32 small_start=0.75
 s8 width=384 heads=6 mlp=1536 depth=12
 s8-patch-dropout width=384 heads=6 mlp=1536 depth=12 patch_dropout=0.5
 END

@@ -296,7 +296,7 @@ def test_every_kind_of_graph_is_exact_and_accepted(settings: dict[str, Any]) -> 
     model, x = fill(made).eval(), torch.rand(5, 3, SIDE, SIDE) * 2 - 1
     graph = traceable(model)
     assert isinstance(graph, ViT)
-    scales = calibrate(graph, torch.randint(0, 256, (64, 3, SIDE, SIDE), dtype=torch.uint8), Preprocess())
+    scales, _ = calibrate(graph, torch.randint(0, 256, (64, 3, SIDE, SIDE), dtype=torch.uint8), Preprocess())
     proto = features_graph(graph, model)
     with torch.no_grad():
         expected = model.features(x)

@@ -34,7 +34,8 @@ FEWEST = 16
 SLACK = 0.8  # of the disagreement allowed, how much is aimed at first
 TRIES = 5  # how often more layers are left float,
 STEP, LEAP = 4, 6  # at least so many each time, at most one of so many of all
-CHEAP = 8  # one of so many layers may be left float for more agreement than is needed
+WANTED = 0.985  # agreement for which, where less is needed, still
+CHEAP = 8  # one of so many layers may be left float
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,6 @@ class Prepared:
         logits: Tensor,
         pixels: Tensor,
         least: float,
-        wanted: float = 0.0,
     ) -> tuple[tuple[str, ...], float, float]:
         """The layers left float, the agreement with logits (n, K) on bytes, and the largest difference of a logit.
 
@@ -162,7 +162,7 @@ class Prepared:
             runner = run({name: scale for name, scale in self.scales.items() if name not in floats})
             return agreement(runner, logits, pixels, self.model.card.preprocess)
 
-        return search(measure, self.variance, logits, least, wanted)
+        return search(measure, self.variance, logits, least)
 
 
 def prepare(model: ViT, pixels: Tensor) -> Prepared:
@@ -179,7 +179,7 @@ def search(
     variance: dict[str, float],
     logits: Tensor,
     least: float,
-    wanted: float = 0.0,
+    wanted: float = WANTED,
 ) -> tuple[tuple[str, ...], float, float]:
     """Leave as many layers float as should suffice, measure, and leave more float if it did not: as many as should
     suffice if what is expected is off by as much again.
