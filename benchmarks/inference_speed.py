@@ -136,7 +136,7 @@ def random_int8(model: Model) -> Int8:
     assert isinstance(graph, ViT)
     assert isinstance(model, ViT)
     pixels = torch.randint(0, 256, (4, 3, *model.config.image_size), dtype=torch.uint8)
-    scales = calibrate(graph, pixels, model.card.preprocess)
+    scales, _ = calibrate(graph, pixels, model.card.preprocess)
     written = int8_file.write_graph(int8_file.features_graph(graph, model), scales, model)
     return Int8(weights_key(model), len(scales), (), 1.0, 4, separate=False, graph=written)
 
