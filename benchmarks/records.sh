@@ -15,7 +15,7 @@ for name in "$@"; do
   case $name in
     cifar-adamw) row=(cifar10-fast data="$CIFAR" "$time" optimizer=adamw lr=6e-4) ;;
     cifar-*) row=(cifar10-fast data="$CIFAR" "$time" seed="${name#cifar-}") ;;
-    tiny-*) row=(tiny-imagenet data="$TINY" "$time" batch=512 optimizer=muon lr=0.004 warmup=200 decay=linear ema=0.998 seed="${name#tiny-}") ;;
+    tiny-*) row=(tiny-imagenet data="$TINY" "$time" seed="${name#tiny-}") ;;
     *) echo "there is no run $name" && exit 2 ;;
   esac
   start "$out" "$name" train "${row[@]}" ${SETTINGS:-} --out "$out/$name"

@@ -14,6 +14,7 @@ from torch import Tensor
 import vitlab
 from vitlab.data.loader import TrainLoader
 from vitlab.errors import UserError
+from vitlab.models.config import ViTConfig
 from vitlab.training.loop import Stage, train
 from vitlab.training.objectives import Classification
 from vitlab.training.optim import learning_rate
@@ -131,6 +132,11 @@ def test_a_run_from_a_run(tmp_path: Path) -> None:
 def test_weights_decide_what_the_model_is(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="depth=2, not 3; set depth=2"):
         train_small(tmp_path / "second", weights=str(plain_run()), depth=3)
+    other = change(SMALL, depth=3, dropout=0.1)  # a recipe's own depth is not the user's: its weights have another one
+    train_small(tmp_path / "third", recipe=other, weights=str(plain_run()), steps=4)
+    config = load(tmp_path / "third").config
+    assert isinstance(config, ViTConfig)
+    assert (config.depth, config.dropout) == (2, 0.1)
 
 
 def test_masked_run_leaves_a_model_without_a_head(tmp_path: Path) -> None:

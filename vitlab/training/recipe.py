@@ -13,7 +13,7 @@ from vitlab.data.balance import Balance
 from vitlab.data.loader import BROKEN_LIMIT, Resize
 from vitlab.data.transforms import Augment
 from vitlab.errors import UserError
-from vitlab.models.config import LARGEST_SIDE, MOST_WIDTH, ImageSize, Preprocess, Size, ViTConfig
+from vitlab.models.config import LARGEST_SIDE, MOST_WIDTH, RATES, ImageSize, Preprocess, Size, ViTConfig
 from vitlab.settings import RATE, Range, Setting, annotations, check_all, check_types, describe, parse_settings, to_json
 from vitlab.text import listed
 from vitlab.training.masked import CORRUPTED, Masking
@@ -230,7 +230,13 @@ def make_recipe(model: str, data: str, **settings: Any) -> Recipe:
 
 
 def change(recipe: Recipe, **settings: Any) -> Recipe:
-    """A recipe with other flat settings; of epochs, minutes and steps each replaces the others."""
+    """A recipe with other flat settings; of epochs, minutes and steps each replaces the others.
+
+    Weights bring their model: of what the recipe has set of one, only rates of dropout and the like stay.
+    """
+    if settings.get("weights") is not None:
+        rates = {key: value for key, value in recipe.model_settings.items() if key in RATES}
+        recipe = dataclasses.replace(recipe, model_settings=rates)
     given = [key for key in LENGTHS if settings.get(key) is not None]
     if len(given) > 1:
         raise UserError(f"a recipe has one length: {listed(given)}, not both")
