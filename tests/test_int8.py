@@ -141,6 +141,7 @@ def test_a_resnet_and_a_handful_of_images_are_refused(digits: str, tmp_path: Pat
 
 
 @pytest.mark.skipif(not (SHARED / "weights").exists(), reason="the real weights and photos are outside the repository")
+@pytest.mark.long
 def test_the_real_ti16_agrees_on_photos_at_two_sizes(tmp_path: Path) -> None:
     weights, photos = SHARED / "weights" / "vit_tiny_patch16_224.safetensors", SHARED / "data" / "pets"
     result = export(weights, tmp_path / "x.onnx", dynamic_size=True, precision="int8", calibrate=str(photos))
@@ -152,4 +153,18 @@ def test_the_real_ti16_agrees_on_photos_at_two_sizes(tmp_path: Path) -> None:
     assert int8.agreement >= 0.95
     assert "blocks.7.mlp.down" in int8.floats  # one of its channels is forty times as large as the others
     assert result.bytes < 0.6 * int8.float_bytes
+    assert int8.seconds[1] < int8.seconds[0]
+
+
+@pytest.mark.skipif(not (SHARED / "data").exists(), reason="the photos are outside the repository")
+def test_the_box_agrees_on_photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitlab.export.int8.CALIBRATION", 32)  # a minute and a half in place of four
+    monkeypatch.setattr("vitlab.export.int8.MEASURED", 256)
+    photos = str(SHARED / "data" / "pets")
+    result = export("box", tmp_path / "x.onnx", precision="int8", calibrate=photos, least=0.94)
+    int8 = result.int8
+    assert int8 is not None
+    assert int8.images == 256
+    assert int8.agreement >= 0.94
+    assert len(int8.floats) <= int8.layers / 8
     assert int8.seconds[1] < int8.seconds[0]
