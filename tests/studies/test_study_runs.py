@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,6 +72,20 @@ def test_killed_at_any_moment_it_ends_with_the_same_table(complete: Path, tmp_pa
         for place in (out, complete)
     ]
     assert numbers[0] == numbers[1]
+
+
+def test_runs_that_were_removed_run_again_where_they_are_needed(complete: Path, tmp_path: Path) -> None:
+    out = tmp_path / "runs/study-positions-quick"
+    shutil.copytree(complete, out)
+    for run in out.glob("jobs/*/run"):
+        shutil.rmtree(run)
+    (out / "jobs/1d-stem-seed-1-5-shot-digits/result.json").unlink()
+    text = finish(start(tmp_path, "positions", *FEW))
+    assert re.findall(r"^([\w.+-]+): (?:vitlab|python) ", text, re.MULTILINE) == [
+        "1d-stem-seed-1",
+        "1d-stem-seed-1-5-shot-digits",
+    ]
+    assert (out / "table.csv").read_bytes() == (complete / "table.csv").read_bytes()
 
 
 def test_processes_share_a_folder(complete: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import json
 import math
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -101,6 +101,19 @@ class Place:
         for job in jobs:
             if self.result(job) is not None:  # so no process runs it
                 job.clean(self.out)
+
+    def renew(self, jobs: Sequence[Job]) -> None:
+        """Forget finished runs whose folders were removed, where a job that is left needs their models: they run again.
+
+        `jobs` has what a job needs before it.
+        """
+        for job in reversed(jobs):
+            if self.result(job) is not None:
+                continue
+            for need in job.needs:
+                found = self.result(need)
+                if found is not None and not found.diverged and not need.folder(self.out).exists():
+                    remove(job_folder(self.out, need) / RESULT)
 
     def write_error(self, job: Job, error: Exception) -> None:
         """Note that a job failed; an error that is none of the user's keeps its traceback for a report."""

@@ -190,12 +190,13 @@ def run_study(
     wanted = in_order(job for seed in chosen for row in seed for job in row.jobs)
     for run in (row.trained for row in rows[0] if row.trained is not None):
         run_flops(run.settings())  # the table has all rows, so settings that one cannot have are an error now
-    left = [job for job in wanted if place.result(job) is None]
-    flops = check_jobs(left)
+    check_jobs(job for job in wanted if place.result(job) is None)
     place.open(study, request)
+    place.renew(wanted)
     place.clean(wanted)
     worker = Worker(study, request, place, rows, console or Console(), quiet=jobs > 1)
-    worker.print(describe_work(chosen[0], request, len(wanted) - len(left), len(wanted), flops))
+    left = [job for job in wanted if place.result(job) is None]
+    worker.print(describe_work(chosen[0], request, wanted, left))
     with stoppable(STOPPED):
         worker.render(draw=True)
         with other_processes(jobs - 1, study, request, out, names, worker.began):
@@ -205,20 +206,17 @@ def run_study(
     return table, {name: why for name, why in worker.failed.items() if name in names_left}
 
 
-def check_jobs(jobs: Sequence[Job]) -> float:
-    """The operations of all runs. Raises UserError, before the first one, for settings that none of them can start
-    with, and for data that is missing."""
-    flops = sum(job.flops for job in jobs if isinstance(job, Train))
-    sets = [job.settings().data for job in jobs if isinstance(job, Train)]
-    sets += [job.data for job in jobs if isinstance(job, FewShot)]
-    for name in dict.fromkeys(sets):
+def check_jobs(jobs: Iterable[Job]) -> None:
+    """Raise UserError, before the first job, for settings that none of them can start with and for missing data."""
+    named = (job for job in jobs if isinstance(job, Train | FewShot))
+    for name in dict.fromkeys(job.settings().data if isinstance(job, Train) else job.data for job in named):
         open_data(name)
-    return flops
 
 
-def describe_work(rows: Sequence[Row], request: Request, done: int, jobs: int, flops: float) -> str:
+def describe_work(rows: Sequence[Row], request: Request, jobs: Sequence[Job], left: Sequence[Job]) -> str:
     """One line on what there is to do."""
-    line = f"{counted(len(rows), 'row')}, {counted(request.seeds, 'seed')}: {counted(jobs, 'job')}, {done} done"
+    done, flops = len(jobs) - len(left), sum(job.flops for job in left if isinstance(job, Train))
+    line = f"{counted(len(rows), 'row')}, {counted(request.seeds, 'seed')}: {counted(len(jobs), 'job')}, {done} done"
     if not flops:
         return line
     took = duration(flops / machine_flops(request.device))
