@@ -190,7 +190,7 @@ def run_study(
     wanted = in_order(job for seed in chosen for row in seed for job in row.jobs)
     for run in (row.trained for row in rows[0] if row.trained is not None):
         run_flops(run.settings())  # the table has all rows, so settings that one cannot have are an error now
-    check_jobs(job for job in wanted if place.result(job) is None)
+    check_jobs([job for job in wanted if place.result(job) is None])
     place.open(study, request)
     place.renew(wanted)
     place.clean(wanted)
@@ -206,16 +206,23 @@ def run_study(
     return table, {name: why for name, why in worker.failed.items() if name in names_left}
 
 
-def check_jobs(jobs: Iterable[Job]) -> None:
+def check_jobs(jobs: Sequence[Job]) -> None:
     """Raise UserError, before the first job, for settings that none of them can start with and for missing data."""
-    named = (job for job in jobs if isinstance(job, Train | FewShot))
-    for name in dict.fromkeys(job.settings().data if isinstance(job, Train) else job.data for job in named):
+    training_flops(jobs)
+    sets = [job.settings().data for job in jobs if isinstance(job, Train)]
+    sets += [job.data for job in jobs if isinstance(job, FewShot)]
+    for name in dict.fromkeys(sets):
         open_data(name)
+
+
+def training_flops(jobs: Sequence[Job]) -> float:
+    """The operations of all runs; UserError for settings of which no model can be made."""
+    return sum(job.flops for job in jobs if isinstance(job, Train))
 
 
 def describe_work(rows: Sequence[Row], request: Request, jobs: Sequence[Job], left: Sequence[Job]) -> str:
     """One line on what there is to do."""
-    done, flops = len(jobs) - len(left), sum(job.flops for job in left if isinstance(job, Train))
+    done, flops = len(jobs) - len(left), training_flops(left)
     line = f"{counted(len(rows), 'row')}, {counted(request.seeds, 'seed')}: {counted(len(jobs), 'job')}, {done} done"
     if not flops:
         return line

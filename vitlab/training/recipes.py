@@ -186,7 +186,7 @@ def augreg() -> Iterator[tuple[str, Entry]]:
 
 # ---- runs for one machine
 
-# a third of S/8's weights, for data on which all of them learn too much by heart
+# a third of S/8's weights
 THIN = "model=S/8 depth=9 width=256 mlp=1024 heads=4 pool=mean"
 # one thread: so small a model gains little from two, and loses much where they wait for other programs
 DIGITS = made(
