@@ -9,13 +9,14 @@ train() { python -c "from vitlab.cli import main; main()" train "$@"; }
 # above 160 the teacher would take longer than its student
 teacher() {
   train tiny-imagenet weights="$WEIGHTS" head=new data="$TINY" image_size=160 drop_path=0.05 epochs=12 optimizer=adamw \
-    lr=2e-4 warmup=150 decay=cosine weight_decay=0.05 mixup=0.2 cutmix=0 plain_end=0 --out "$out/teacher"
+    lr=2e-4 warmup=150 decay=cosine weight_decay=0.05 mixup=0.2 cutmix=0 \
+    randaugment=1,9 area=0.4,1 plain_end=0 --out "$out/teacher"
 }
 
 # at the size at which photos are fine-tuned, the first half at the pictures' own
 student() {
   train tiny-imagenet data="$TINY" image_size=96 small_size=64 depth=7 width=256 mlp=1024 heads=4 drop_path=0 ema=0.999 \
-    label_smoothing=0 plain_end=0 teacher="$out/teacher" teacher_share=0.9 teacher_features=1 \
+    label_smoothing=0 randaugment=1,9 area=0.4,1 plain_end=0 teacher="$out/teacher" teacher_share=0.9 teacher_features=1 \
     minutes="${MINUTES:-9.2}" --out "$out/student"
 }
 

@@ -50,7 +50,7 @@ while read -r name settings; do
   program=train
   if [ "$name" = conv-stem ]; then program="python $here/conv_stem.py"; fi
   # shellcheck disable=SC2086  # settings and programs are words
-  start "$out" "$name" $program tiny-imagenet data="$TINY" depth=9 width=256 mlp=1024 heads=4 drop_path=0.1 plain_end=0 \
-    minutes="${MINUTES:-9}" $settings --out "$out/$name"
+  start "$out" "$name" $program tiny-imagenet data="$TINY" depth=9 width=256 mlp=1024 heads=4 drop_path=0.1 \
+    randaugment=1,9 area=0.4,1 plain_end=0 minutes="${MINUTES:-9}" $settings --out "$out/$name"
 done < <(variants)
 wait
