@@ -9,25 +9,29 @@ test test-slow test-long chaos: export OMP_NUM_THREADS = 1
 test test-slow test-long chaos: export PYTHONDONTWRITEBYTECODE =
 
 # Slow tests that measure times or load a server need the machine for themselves; of the others two run at once.
-ALONE := $(wildcard tests/chaos tests/serving tests/bench tests/finetuning/test_short_time.py tests/data/test_budget.py \
+ALONE := $(wildcard tests/chaos tests/bench tests/finetuning/test_short_time.py tests/data/test_budget.py \
 	tests/data/test_loader_benchmark.py tests/training/test_minutes.py tests/training/test_data_changes.py \
-	tests/training/test_small_start.py tests/test_cli.py tests/test_predict.py)
+	tests/training/test_small_start.py tests/test_cli.py tests/test_predict.py \
+	$(addprefix tests/serving/test_,$(addsuffix .py,batcher bombs crowd front hostile_uploads pool serve siege)))
 
-.PHONY: demo test quick test-slow test-long chaos lint style types package-types docs clean
+.PHONY: demo test quick test-slow together test-long chaos lint style types package-types docs clean
 
 demo: $(READY)
 	$(BIN)/vitlab demo
 
-# The package's types are checked on one core, beside the tests; those of the tests by `make test-slow` and `make lint`.
+# The package's types are checked on one core, beside the tests; those of the tests beside the slow ones.
 test: style
 	$(MAKE) --jobs=2 package-types quick
 
 quick: $(READY)
 	$(BIN)/pytest -m "not slow" -n auto --dist loadfile # a file's runs and servers are made once
 
-test-slow: types
-	$(BIN)/pytest -m "slow and not long" -n 2 --dist worksteal $(addprefix --ignore=,$(ALONE))
+test-slow: $(READY)
+	$(MAKE) --jobs=2 types together
 	$(BIN)/pytest -m "slow and not long" $(ALONE)
+
+together: $(READY)
+	$(BIN)/pytest -m "slow and not long" -n 2 --dist worksteal $(addprefix --ignore=,$(ALONE))
 
 # What repeats the claims of other tests at length: before a release.
 test-long: $(READY)

@@ -26,8 +26,10 @@ start() {
   run_one "$out" "$name" "$@" &
 }
 
+# Every run compiles for itself, so that none gets more steps than another for what an earlier one has compiled.
 run_one() {
   local out=$1 name=$2 began=$SECONDS
+  local -x TORCHINDUCTOR_CACHE_DIR=$out/compiled/$name TRITON_CACHE_DIR=$out/compiled/$name/triton
   shift 2
   mkdir -p "$out"
   "$@" >"$out/$name.log" 2>&1 || echo "$name failed: $(tail -n 1 "$out/$name.log")"

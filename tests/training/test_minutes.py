@@ -154,7 +154,7 @@ def test_minutes_count_from_the_start_of_the_process() -> None:
 @pytest.mark.slow
 def test_two_processes_agree(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    settings = ["depth=1", "width=16", "mlp=32", "heads=2", "batch=32", "warmup=2", "minutes=0.6", "device=cpu"]
+    settings = ["depth=1", "width=16", "mlp=32", "heads=2", "batch=32", "warmup=2", "minutes=0.4", "device=cpu"]
     done = subprocess.run(
         torchrun(2, "vitlab", "train", "digits", *settings, "--out", str(out)),
         capture_output=True,
@@ -163,7 +163,7 @@ def test_two_processes_agree(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = re.findall(r"minutes=0\.6: ([\d,]+) steps", done.stdout)
+    found = re.findall(r"minutes=0\.4: ([\d,]+) steps", done.stdout)
     assert len(found) == 1
     assert stored(out)["steps"] == int(found[0].replace(",", ""))
     last = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]

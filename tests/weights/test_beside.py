@@ -73,7 +73,7 @@ def test_round_trip(target: str, size: tuple[int, int], labels: Any, tmp_path: P
 @pytest.mark.parametrize("size", [(224, 224), (160, 224)])
 def test_round_trip_of_real_weights(size: tuple[int, int], tmp_path: Path) -> None:
     """Photos through every format, with class names of our own and, where the input is not square, ImageNet's."""
-    real = pets(16)
+    real = pets(8)
     labels = [f"name {i}" for i in range(1000)] if size == (224, 224) else None
     names = tuple(labels or ViT_B_16_Weights.IMAGENET1K_V1.meta["categories"])
     gelus: tuple[Any, ...] = ("exact", "tanh")
