@@ -31,6 +31,7 @@ link.sendall(about)
 pid = int.from_bytes(link.recv(8, socket.MSG_WAITALL), "big")
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda number, _: os.kill(pid, number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # one that came before this is passed on now
 code = int.from_bytes(link.recv(8, socket.MSG_WAITALL), "big", signed=True)
 if code < 0:
     signal.signal(-code, signal.SIG_DFL)
@@ -100,6 +101,7 @@ def keep(link: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     size, streams, _, _ = socket.recv_fds(link, 8, 3)
     about = json.loads(link.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL))
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until the program is called: one is lost during a fork
     pid = os.fork()
     if pid == 0:
         link.close()
@@ -142,6 +144,7 @@ def work(streams: list[int], words: list[str], folder: str, environment: dict[st
 def run(words: list[str]) -> int:
     """Call the program; the exit code, as Python would give it."""
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         call(words)
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -386,27 +387,31 @@ def test_ctrl_c_is_one_line(name: str, model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", [".pt2", pytest.param(".onnx", marks=pytest.mark.long)])
 def test_ctrl_c_at_any_moment(ending: str, model: Path, tmp_path: Path) -> None:
     target, stopped, delay = tmp_path / f"new{ending}", 0, 0.2
+    words = [str(program("vitlab")), "export", str(model), str(target)]
+    # no message before the verb begins, and before the program does, Python's own end
+    ends = [(130, f"stopped; {target} is not written\n"), (130, ""), (-signal.SIGINT, "")]
+    held: dict[str, Any] = {"preexec_fn": partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGINT])}
     while not target.exists():  # later and later, until it comes too late
-        words = [str(program("vitlab")), "export", str(model), str(target)]
-        with subprocess.Popen(words, stdout=PIPE, stderr=PIPE, text=True) as process:
+        with subprocess.Popen(words, stdout=PIPE, stderr=PIPE, text=True, **held) as process:
             time.sleep(delay)
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=120)
         delay += 0.5
         if not target.exists():
-            assert process.returncode == 130
-            assert err in ("", f"stopped; {target} is not written\n")  # empty: before the verb began
+            assert (process.returncode, err) in ends
             assert not list(tmp_path.iterdir())
             stopped += 1
     assert stopped >= 3
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads in /proc what a process has loaded")
 def test_ctrl_c_before_the_verb_began(model: Path, tmp_path: Path) -> None:
     words = [str(Path(sys.executable).with_name("vitlab")), "export", str(model), str(tmp_path / "new.pt2")]
     heard: dict[str, Any] = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # ignored under nohup
     with subprocess.Popen(words, stdout=PIPE, stderr=PIPE, text=True, **heard) as process:
-        time.sleep(1.0)
+        while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():  # the command line is imported
+            time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
     assert process.returncode == 130
