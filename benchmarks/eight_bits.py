@@ -2,13 +2,16 @@
 
     python benchmarks/eight_bits.py MODEL DATA [--images 512]
     python benchmarks/eight_bits.py MODEL DATA --layers [--images 256]
+    python benchmarks/eight_bits.py MODEL DATA --again [--images 1024]
 
 Products are emulated in float32 on numbers rounded as each way rounds them, so this runs on any machine and is about
 agreement, not about speed. Ranges that are fixed come from training images, agreement from test images.
 
-With `--layers`: how many layers can be in fp8, by the way of rounding. To first order, each layer changes the margin of
-the two best classes by the product of its error and the margin's gradient, as in vitlab/inference/effects.py; shares
-are of the work of the dense layers.
+With `--layers`: how many layers can be in fp8 and how many images are then computed again in 16 bits, by the way of
+rounding. To first order, each layer changes the margin of the two best classes by the product of its error and the
+margin's gradient, as in vitlab/inference/effects.py; shares are of the work of the dense layers.
+
+With `--again`: what that choice does to images it was not made by, with all else in float32.
 
 Shapes: B batch, N tokens, I inputs, O outputs of a layer.
 """
@@ -30,9 +33,9 @@ import vitlab
 from vitlab.data.open import open_data
 from vitlab.data.source import ImageSource
 from vitlab.data.transforms import eval_pixels, normalize
-from vitlab.inference.calibration import LEAST, rounding_variance
-from vitlab.inference.effects import count_harmless, harmless_first, margins
-from vitlab.inference.fp8 import float8_layers, reads_class_token
+from vitlab.inference.calibration import LEAST, SLACK, STRICTER, TRIES, largest_inputs, rounding_variance
+from vitlab.inference.effects import Plan, fastest_plan, harmless_first, margin_changes, margins
+from vitlab.inference.fp8 import float8_layers, in_8_bits
 from vitlab.inference.scales import RESTS, Scales
 from vitlab.kernels.fp8 import E4M3, LARGEST, SMALLEST
 from vitlab.models.variants import Model
@@ -234,29 +237,76 @@ def show_layers(model: Model, calibration: Tensor, pixels: Tensor) -> None:
         print(f"{rest} alone: variance {variance:.5f}, {kept(apart, variance):.2%} expected to agree")
     work = {name: layer.weight.numel() for name, layer in float8_layers(model).items()}
     found = changes_by_way(model, inputs_of(model, normalize(calibration, preprocess)), images)
-    titles = " | ".join(f"{LEAST:.0%} beside {rest}: layers, work" for rest in rests)
+    titles = " | ".join(f"{LEAST:.0%} beside {rest}: layers, work, images again, time" for rest in rests)
     print(f"| way | class token | variance | all layers agree, % | {titles} |\n|---|---|---|---|---|---|")
-    for (title, by), spare in itertools.product(found.items(), (False, True)[: 1 + reads_class_token(model)]):
+    places = (False, True) if getattr(model.config, "token", False) else (False,)
+    for (title, by), spare in itertools.product(found.items(), places):
         variances = harmless_first({name: x[:, 1] if spare else x.sum(1) for name, x in by.items()}, work)
         total = sum(variances.values())
         cells = [title, "16 bits" if spare else "8 bits", f"{total:.4f}", f"{100 * kept(apart, total):.1f}"]
-        for variance in rests.values():
-            count = count_harmless(list(variances.values()), variance, apart, LEAST)
-            share = sum(work[name] for name in list(variances)[:count]) / sum(work.values())
-            cells.append(f"{count}, {share:.0%}")
+        plans = [fastest_plan(variances, work, variance, apart, LEAST) for variance in rests.values()]
+        cells.extend(describe(plan, work) for plan in plans)
         print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def describe(plan: Plan | None, work: dict[str, int]) -> str:
+    if plan is None:
+        return "none"
+    share = sum(work[name] for name in plan.layers) / sum(work.values())
+    return f"{len(plan.layers)}, {share:.0%}, {plan.again:.1%}, {plan.time:.2f}"
 
 
 def variance_of(model: Model, pixels: Tensor, rest: str) -> float:
     """Of a model with nothing in 8 bits; few images where a CPU takes long."""
     count = SLOW if rest == "float16" else len(pixels)
-    nothing = Scales("", {}, 0.0, 0, separate=False, layers=0, work=0.0, rest=rest)
+    nothing = Scales("", {}, 0.0, 0, separate=False, layers=0, work=0.0, closer=0.0, again=0.0, rest=rest)
     return rounding_variance(model, pixels[:: len(pixels) // count], torch.device("cpu"), nothing)
 
 
 def kept(margins: Tensor, variance: float) -> float:
     """The share of images that is expected to keep its class."""
     return float(torch.special.ndtr(margins.double() / variance**0.5).mean())
+
+
+# ---- once more in 16 bits
+
+
+def show_again(model: Model, calibration: Tensor, pixels: Tensor) -> None:
+    """What calibration tries, by training images and half of the others, and what that does to both halves."""
+    cpu, images = torch.device("cpu"), normalize(pixels, model.card.preprocess)
+    exact = logits(model, images)
+    maxima = largest_inputs(model, calibration, cpu)
+    work = {name: layer.weight.numel() for name, layer in float8_layers(model).items()}
+    variances = harmless_first(margin_changes(model, maxima, torch.float32, calibration, cpu), work)
+    before, allowed = variance_of(model, calibration, "float16"), 1 - LEAST
+    print("| layers, work, images again, time: planned | images | 8 bits alone, % | of them again, % | with that, % |")
+    print("|---|---|---|---|---|")
+    for _ in range(TRIES):
+        plan = fastest_plan(variances, work, before, margins(exact[::2]), 1 - SLACK * allowed)
+        if plan is None:
+            break
+        found = logits(with_layers(model, {name: maxima[name] for name in plan.layers}), images)
+        shares = []
+        for title, first in (("that it was made by", 0), ("others", 1)):
+            truth, quick = exact[first::2], found[first::2]
+            close = margins(quick) < plan.closer
+            again = torch.where(close[:, None], truth, quick)
+            alone, same = (float((values.argmax(1) == truth.argmax(1)).double().mean()) for values in (quick, again))
+            shares.append(same)
+            cells = f"{100 * alone:.2f} | {100 * float(close.double().mean()):.1f} | {100 * same:.2f}"
+            print(f"| {describe(plan, work)} | {title} | {cells} |", flush=True)
+        if shares[0] >= LEAST:
+            break
+        allowed *= STRICTER
+
+
+def with_layers(model: Model, maxima: dict[str, float]) -> Model:
+    """A copy with these layers in 8 bits, by their largest inputs."""
+    copied = copy.deepcopy(model)
+    for name, layer in in_8_bits(model, maxima, torch.float32).items():
+        parent, _, child = name.rpartition(".")
+        setattr(copied.get_submodule(parent), child, layer)
+    return copied
 
 
 def show_ways(model: Model, calibration: Tensor, images: Tensor) -> None:
@@ -277,10 +327,13 @@ def main() -> None:
     parser.add_argument("data")
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--layers", action="store_true", help="how many layers can be in fp8")
+    parser.add_argument("--again", action="store_true", help="what that choice does to other images")
     given = parser.parse_args()
     model, data = vitlab.load(given.model).eval().requires_grad_(False), open_data(given.data)
     calibration, pixels = read(data.train, model, CALIBRATED), read(data.test, model, given.images)
-    if given.layers:
+    if given.again:
+        show_again(model, calibration, pixels)
+    elif given.layers:
         show_layers(model, calibration, pixels)
     else:
         show_ways(model, *(normalize(part, model.card.preprocess) for part in (calibration, pixels)))

@@ -3,8 +3,8 @@
 On a GPU: the engine in bf16 and in static fp8 beside timm, compiled, which take turns; one image through the engine,
 from bytes in the host's memory too; the batcher in process. On a CPU: one image through the engine in float32 and int8
 beside timm, eager, and the model as ONNX Runtime runs it. With --model and --images, how often 8 bits give the best
-class of float32 on images they were not calibrated on. Weights are random but for that. `--toy` is what a GPU does on
-a CPU: small models, timm's not compiled, and 8 bits emulated.
+class of float32 on images they were not calibrated on and, on a GPU, how fast that is. Weights are random but for that.
+`--toy` is what a GPU does on a CPU: small models, timm's not compiled, and 8 bits emulated.
 """
 
 import argparse
@@ -16,10 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import vitlab
 from vitlab.bench.cases import Case
@@ -32,6 +34,7 @@ from vitlab.export import int8_file
 from vitlab.export.quantize import calibrate
 from vitlab.export.scales_file import from_images
 from vitlab.inference.calibration import largest_inputs
+from vitlab.inference.effects import margins
 from vitlab.inference.engine import Engine
 from vitlab.inference.int8 import Int8
 from vitlab.inference.onnx_file import open_session, to_proto
@@ -48,6 +51,7 @@ from vitlab.serving.garbage import keep_all
 MODELS = (("B/16", 256), ("L/16", 128))
 TOY = (("Ti/16", 2),)
 PEER, BF16, FP8 = "timm", "engine", "engine fp8"
+AGAIN = (0.02, 0.15)  # shares of images that are computed again in 16 bits: what easy and hard models need
 RUNTIME, FLOAT, INT8 = "ONNX Runtime", "engine", "engine int8"
 
 
@@ -64,11 +68,13 @@ def part(found: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
     release_memory()
 
 
-def random_scales(model: Model, device: torch.device) -> Scales:
-    """For speed alone."""
+def random_scales(model: ViT, images: Tensor, again: float) -> Scales:
+    """For speed alone: all layers, and so much of these images is computed again."""
     pixels = torch.randint(0, 256, (4, 3, *model.config.image_size), dtype=torch.uint8)
-    maxima = largest_inputs(model, pixels, device)
-    return Scales(weights_key(model), maxima, 1.0, 4, separate=False, layers=len(maxima), work=1.0, rest="float16")
+    maxima = largest_inputs(model, pixels, images.device)
+    scales = Scales(weights_key(model), maxima, 1.0, 4, False, len(maxima), 1.0, 0.0, 0.0, "float16")
+    apart = margins(Engine(model, "logits", images.device, scales=scales)(images))
+    return replace(scales, closer=float(apart.float().quantile(again)), again=again)
 
 
 def throughput(case: Case, terms: Terms, found: dict[str, Any]) -> None:
@@ -76,19 +82,22 @@ def throughput(case: Case, terms: Terms, found: dict[str, Any]) -> None:
     device, images = terms.device, torch.randn(case.batch, 3, case.image_size, case.image_size, device=terms.device)
     parameters = quick_cost(case.config).parameters
 
-    def engine(fp8: bool) -> Callable[[], Tensor]:
+    def engine(again: float | None = None) -> Callable[[], Tensor]:
         model = build(case.config).to(device).eval()
-        made = Engine(model, "logits", device, scales=random_scales(model, device) if fp8 else None)
-        ready = made.prepare(case.batch)
-        found["engine fp8 prepared" if fp8 else "engine prepared"] = ready
+        assert isinstance(model, ViT)
+        assert model.head is not None
+        nn.init.normal_(model.head.weight, std=0.02)  # it begins at zero, where all classes are as close
+        made = Engine(model, "logits", device, scales=None if again is None else random_scales(model, images, again))
+        found[f"prepared, {again}"] = made.prepare(case.batch)
         return lambda: made(images)
 
     with own_compilations() if case.mode == "compiled" else nullcontext():
         makers: dict[str, Callable[[], Callable[[], object]]] = {
             PEER: lambda: infer_call(make_peer(PEER, case.config, parameters), case, terms),
-            BF16: lambda: engine(False),
+            BF16: engine,
         }
-        makers |= {FP8: lambda: engine(True)} if has_float8(device) or device.type == "cpu" else {}
+        for again in AGAIN if has_float8(device) or device.type == "cpu" else ():
+            makers[f"{FP8}, {again:.0%} again"] = partial(engine, again)
         ready = []
         for name, make in makers.items():
             call = make()
@@ -199,11 +208,24 @@ def batched(case: Case, terms: Terms, found: dict[str, Any]) -> None:
     found["images_per_batch"] = sum(sizes) / len(sizes)
 
 
-def agreement(run: str, images: str, device: torch.device, found: dict[str, Any]) -> None:
-    scales = from_images(vitlab.load(run), images, device)
+def agreement(run: str, images: str, terms: Terms, found: dict[str, Any]) -> None:
+    """Of the layers and images in 8 bits that calibration chooses, and how much faster than bf16 that is."""
+    device, model = terms.device, vitlab.load(run)
+    scales = from_images(model, images, device)
     found |= {"agreement": scales.agreement, "images": scales.images, "separate": scales.separate}
-    found |= {"layers": len(scales.maxima), "of": scales.layers, "work": scales.work}
+    found |= {"layers": len(scales.maxima), "of": scales.layers, "work": scales.work, "again": scales.again}
     found |= {"emulated": not has_float8(device)}
+    batch = MODELS[0][1] if device.type == "cuda" else 2
+    pixels, model = torch.randn(batch, 3, *model.config.image_size, device=device), model.to(device).eval()
+    ready = []
+    for name, one in ((BF16, None), (FP8, scales)):
+        made = Engine(model, "logits", device, scales=one)
+        found[f"{name} prepared"] = made.prepare(batch)
+        call = partial(made, pixels)
+        ready.append(Contestant(name, "", call, warm_up(call, device, 0)))
+    rounds = list(race(ready, device, rounds=terms.rounds, seconds=terms.seconds, alone=False))
+    rows = [Row(c.name, "", tuple(batch * r[c.name] for r in rounds), None, ()) for c in ready]
+    found |= {"images_per_second": {row.name: row.median for row in rows}, "to_bf16": rows[1].ratio(rows[0])}
 
 
 def int8_agreement(run: str, images: str, found: dict[str, Any]) -> None:
@@ -232,7 +254,7 @@ def on_gpu(given: argparse.Namespace, terms: Terms, found: dict[str, Any]) -> No
             batched(cases[0], terms, row)
     if given.model and given.images:
         with part(found, f"agreement of fp8, {given.model}") as row:
-            agreement(given.model, given.images, terms.device, row)
+            agreement(given.model, given.images, terms, row)
 
 
 def on_cpu(given: argparse.Namespace, terms: Terms, found: dict[str, Any]) -> None:

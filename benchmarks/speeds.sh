@@ -26,7 +26,7 @@ checks() {
   wait
   tail -n 1 "$out/tests.log"
   grep losses "$out/losses.jsonl"
-  grep -h -E '"(agreement|images|layers|of|work)"' "$out"/agreement-*.json
+  grep -h -E '"(agreement|images|layers|of|work|again)"' "$out"/agreement-*.json
 }
 
 times() {
@@ -35,6 +35,9 @@ times() {
     "${train[@]}" --only train fp8 graph timm --models "$model" --out "$out/training.jsonl" >"$out/training-${model%/*}.log" 2>&1
   done
   "${infer[@]}" --rounds 6 --seconds 0.4 >"$out/inference.json" 2>"$out/inference.log"
+  for model in "$TI16" box; do # with the layers and images in 8 bits that calibration chooses
+    "${infer[@]}" --rounds 6 --seconds 0.4 --only --model "$model" --images "$IMAGES" 2>>"$out/inference.log" >>"$out/chosen.json"
+  done
   python "$here/loader.py" --workers "$(nproc)" --rounds 3 --seconds 2 --count 2048 --sides >"$out/loader.txt" 2>&1
   grep -v profile "$out/training.jsonl" | cut -c 1-400
   cat "$out/inference.log" "$out/loader.txt" # each part of the first as one line

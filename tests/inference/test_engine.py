@@ -252,7 +252,8 @@ def test_buckets(most: int, found: list[int]) -> None:
         (5, [8, 1], [(8, 5)]),
         (5, [256, 1], []),  # 256 is much more work, and five by one are no faster than eager
         (5, [256, 4, 1], [(4, 4), (1, 1)]),
-        (1, [2], []),  # half of it empty
+        (2, [16], []),  # mostly empty
+        (3, [8], [(8, 3)]),  # which takes as long as one image
         (300, [1, 64, 256], [(256, 256), (64, 44)]),
         (4, [1, 256], [(1, 1)] * 4),
         (3, [], []),

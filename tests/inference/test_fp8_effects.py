@@ -1,5 +1,6 @@
 """What layers in 8 bits do to the best class: first-order predictions against what happens, and closed forms."""
 
+import numpy as np
 import pytest
 import torch
 from conftest import Randomize
@@ -7,7 +8,16 @@ from scipy.stats import norm
 
 import vitlab
 from vitlab.inference.calibration import largest_inputs, logits_of, rounding_variance
-from vitlab.inference.effects import count_harmless, harmless_first, margin_changes, margins
+from vitlab.inference.effects import (
+    AGAIN,
+    SAVED,
+    Plan,
+    fastest_plan,
+    harmless_first,
+    margin_changes,
+    margins,
+    second_look,
+)
 from vitlab.inference.fp8 import in_8_bits
 from vitlab.inference.scales import Scales
 from vitlab.models.variants import Model
@@ -41,7 +51,7 @@ def test_changes_of_margins_are_those_of_a_model_with_the_layer(small: Model) ->
 
 
 def test_the_variance_of_16_bits(small: Model) -> None:
-    nothing = Scales("", {}, 1.0, 40, separate=True, layers=8, work=0.0, rest="bfloat16")
+    nothing = Scales("", {}, 1.0, 40, separate=True, layers=8, work=0.0, closer=0.0, again=0.0, rest="bfloat16")
     pixels = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8)
     exact, half = (logits_of(small, pixels, CPU, scales).double() for scales in (None, nothing))
     squares = []
@@ -58,16 +68,39 @@ def test_layers_are_ordered_by_variance_for_their_work() -> None:
     assert list(found.items()) == [("none", 0.0), ("large", 2.0), ("small", 1.0)]
 
 
-def test_as_many_layers_as_the_normal_distribution_allows() -> None:
-    """An image with margin 2 keeps its class with probability Phi(2 / deviation), two the mean of both."""
-    aim, variances, before = 0.9, [0.5] * 8, 0.25
-    most = (2 / norm.ppf(aim)) ** 2  # variance
-    expected = int((most - before) / 0.5)
-    assert 0 < expected < 8
-    assert count_harmless(variances, before, torch.tensor([2.0]), aim) == expected
-    shares = [(norm.cdf(1 / v**0.5) + norm.cdf(3 / v**0.5)) / 2 for v in (0.25 + 0.5 * k for k in range(9))]
-    both = torch.tensor([1.0, 3.0])
-    for count in range(1, 9):
-        assert count_harmless(variances, before, both, shares[count] - 1e-9) == count
-    assert count_harmless(variances, before, both, 0.9999) == 0
-    assert count_harmless([0.0] * 3, 0.0, both, 0.99) == 3
+def test_a_second_look_is_as_long_as_random_numbers_need() -> None:
+    """Margins with normal errors, of which those near 0 get small ones: as many keep their sign as asked."""
+    draw = np.random.default_rng(0)
+    margins, quick, exact, aim = draw.exponential(2.0, 1_000_000), 0.5, 0.05, 0.99
+    look = second_look(torch.from_numpy(margins[:20_000]), quick**2, exact**2, aim)
+    assert look is not None
+    seen = margins + quick * draw.normal(size=len(margins))
+    assert (seen > 0).mean() < 0.93
+    near = np.flatnonzero(np.abs(seen) < look[0])
+    assert len(near) / len(seen) == pytest.approx(look[1], abs=0.01)
+    seen[near] = margins[near] + exact * draw.normal(size=len(near))
+    assert (seen > 0).mean() == pytest.approx(aim, abs=1e-3)
+
+
+def test_nothing_is_looked_at_again_where_nothing_changes() -> None:
+    apart = torch.tensor([1.0, 3.0])
+    kept = (norm.cdf(1 / 0.7) + norm.cdf(3 / 0.7)) / 2
+    assert second_look(apart, 0.49, 1e-4, kept - 1e-6) == (0, 0)
+    assert min(second_look(apart, 0.49, 1e-4, kept + 1e-6) or (0,)) > 0
+    assert second_look(apart, 0.49, 0.49, 0.99) is None  # what 16 bits cannot do either
+    assert second_look(apart, 0.0, 0.0, 0.9999) == (0, 0)
+
+
+def test_the_plan_is_the_fastest() -> None:
+    """Layers are taken while what they save is more than what their errors cost."""
+    apart, work = torch.linspace(0, 8, 1001), {"a": 2, "b": 2, "c": 1, "d": 1}
+    for variances in ([1e-4, 1e-4, 1e-4, 1e-4], [1e-4, 1e-4, 0.02, 5.0], [1e-4, 5.0, 5.0, 5.0], [9.0] * 4):
+        by_name, times = dict(zip(work, variances, strict=True)), [1.0]
+        for count in range(1, 5):
+            look = second_look(apart, 1e-6 + sum(variances[:count]), 1e-6, 0.99)
+            done = sum(list(work.values())[:count]) / 6
+            times.append(9.0 if look is None else 1 - SAVED * done + AGAIN * look[1])
+        plan = fastest_plan(by_name, work, 1e-6, apart, 0.99)
+        assert (plan.time if plan else 1.0) == pytest.approx(min(times))
+        assert len(plan.layers if plan else ()) == times.index(min(times))
+    assert fastest_plan(dict.fromkeys(work, 0.0), work, 0.0, apart, 0.9) == Plan(tuple(work), 0.0, 0.0, 1 - SAVED)

@@ -3,7 +3,6 @@
 Shapes: n images, h and w the model's height and width.
 """
 
-import math
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from vitlab.data.transforms import normalize
 from vitlab.errors import UserError
-from vitlab.inference.effects import count_harmless, harmless_first, margin_changes, margins
+from vitlab.inference.effects import fastest_plan, harmless_first, margin_changes, margins
 from vitlab.inference.engine import Engine
 from vitlab.inference.fp8 import float8_layers
 from vitlab.inference.scales import Scales, weights_key
@@ -23,7 +22,9 @@ from vitlab.models.vit import ViT
 from vitlab.text import listed
 
 LEAST = 0.99  # agreement
-SLACK = 0.9  # of the disagreement allowed, how much is aimed at first
+SLACK = 0.9  # of the disagreement allowed, how much is aimed at first,
+STRICTER = 0.7  # and how much of that each time it is not reached
+TRIES = 8
 ROOM = 16.0  # how many times the largest value seen float16 must hold
 BATCH = 64
 
@@ -50,30 +51,34 @@ def check_hardware(device: torch.device) -> None:
 def calibrate(model: Model, ranges: Tensor, measured: Tensor, device: torch.device, *, separate: bool) -> Scales:
     """Scales from the bytes `ranges`, compared on the bytes `measured`, (n, 3, h, w) each.
 
-    Layers are in 8 bits that are harmless by what they do to `ranges`; fewer where too many best classes of `measured`
-    change, and a UserError where they do with a single one. The model is in eval mode and on the device.
+    The fastest choice of layers, and of images that are computed again in 16 bits, that should keep the best class by
+    what each layer does to `ranges`; a more careful one where too many classes of `measured` change, and a UserError
+    where none keeps them. The model is in eval mode and on the device.
     """
     maxima = largest_inputs(model, ranges, device)
     work = {name: layer.weight.numel() for name, layer in float8_layers(model).items()}
-    nothing = Scales(
-        weights_key(model), {}, 0.0, len(measured), separate, len(work), 0.0, pick_rest(model, ranges, device)
-    )
-    exact, tried = logits_of(model, measured, device), list[str]()
+    rest = pick_rest(model, ranges, device)
+    nothing = Scales(weights_key(model), {}, 0.0, len(measured), separate, len(work), 0.0, 0.0, 0.0, rest)
+    exact = logits_of(model, measured, device)
     variances = harmless_first(margin_changes(model, maxima, nothing.dtype, ranges, device), work)
-    order, rounding = list(variances), rounding_variance(model, ranges, device, nothing)
-    count = max(1, count_harmless(list(variances.values()), rounding, margins(exact), 1 - SLACK * (1 - LEAST)))
-    while count:
-        chosen = {name: maxima[name] for name in maxima if name in order[:count]}
-        scales = replace(nothing, maxima=chosen, work=sum(work[name] for name in chosen) / sum(work.values()))
-        share = agreement(exact, logits_of(model, measured, device, scales))
-        if share >= LEAST:
-            return replace(scales, agreement=share)
-        tried.append(f"{share:.2%} with {count}")
-        count -= math.ceil(count / 8)
+    before, apart = rounding_variance(model, ranges, device, nothing), margins(exact)
+    allowed, found = 1 - LEAST, "no choice of layers is expected to keep it"
+    for _ in range(TRIES):
+        plan = fastest_plan(variances, work, before, apart, 1 - SLACK * allowed)
+        if plan is None:
+            break
+        chosen = {name: maxima[name] for name in maxima if name in plan.layers}
+        share = sum(work[name] for name in chosen) / sum(work.values())
+        scales = replace(nothing, maxima=chosen, work=share, closer=plan.closer, again=plan.again)
+        same = agreement(exact, logits_of(model, measured, device, scales))
+        if same >= LEAST:
+            return replace(scales, agreement=same)
+        found = f"it is on {same:.2%} with {len(chosen)} of {len(work)} layers in 8 bits"
+        allowed *= STRICTER
     alone = agreement(exact, logits_of(model, measured, device, nothing))
     raise UserError(
-        f"fp8 is refused: the best class is float32's on {tried[-1]} of {len(order)} layers in 8 bits, below "
-        f"{LEAST:.0%} of {len(measured)} images; {nothing.rest} alone has {alone:.2%}"
+        f"fp8 is refused: the best class must be float32's on {LEAST:.0%} of {len(measured)} images, and {found}; "
+        f"{rest} alone has {alone:.2%}"
     )
 
 

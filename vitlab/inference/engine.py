@@ -8,9 +8,11 @@ Shapes: b images, h and w the model's height and width, D the width of the featu
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -40,6 +42,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.01, tor
 SMALLEST = 1e-12  # largest value, where all are zero
 ANY = 0  # in place of a batch: any size
 
+FEW = 8  # images that take a GPU hardly longer than one
 PARTS = 4  # recordings at most that a batch is divided over
 WAITS = 0.05  # seconds of an image, below which a CPU that serves needs nothing faster
 CLOSING = 5.0  # seconds that are waited for a compiler, which cannot be stopped
@@ -55,7 +58,8 @@ class Engine:
     A GPU that has bf16 computes in it where the weights are float32; others in the weights' own precision. With a
     `preprocess` images are bytes. A `tail` takes the model, or a copy of it, and the values, and returns others; the
     first of them, as many as the model has classes, are compared. With `scales` the plain path too is in 8 bits: in fp8
-    on a GPU, by an int8 graph in ONNX Runtime on a CPU.
+    on a GPU, by an int8 graph in ONNX Runtime on a CPU. Images whose two best classes are then closer than the scales
+    say are computed once more, all in 16 bits, as rounding changes a best class only where another one is near.
     """
 
     def __init__(
@@ -84,11 +88,34 @@ class Engine:
         self.warming: threading.Thread | None = None
         self.stop = threading.Event()
         self.quantized: Model | None = None  # what computes, where there are scales
+        self.exact: Engine | None = None  # for close calls
+        if self.scales is not None and self.scales.closer:
+            rest = replace(self.scales, maxima={}, closer=0.0)
+            self.exact = Engine(model, what, device, preprocess=preprocess, tail=tail, scales=rest)
+            self.exact.stop = self.stop
         if scales is not None:
             self.begin()
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
+        values = self.once(images)
+        if self.exact is not None and len(close := self.close_calls(values)):
+            values[close] = self.exact(images[close])
+        return values
+
+    def close_calls(self, values: Tensor) -> Tensor:
+        """Which rows of values (b, D) have two best classes that 8 bits may have exchanged."""
+        assert self.scales is not None
+        logits = values[:, : self.model.config.classes]
+        if self.what == "features" and self.tail is unchanged:
+            assert self.quantized is not None
+            assert self.quantized.head is not None
+            logits = self.quantized.head(values)
+        best, second = logits.float().topk(2).values.unbind(1)
+        return (best - second < self.scales.closer).nonzero()[:, 0]
+
+    def once(self, images: Tensor) -> Tensor:
+        """Values without a second look."""
         fast = self.fast
         if not fast or self.state() != self.made_for:
             return self.plain(images)
@@ -107,16 +134,31 @@ class Engine:
 
         So the host can do something else while a GPU computes. Several may be under way.
         """
+        first = self.start_once(pixels)
+        return first if self.exact is None else partial(self.finish, pixels, first)
+
+    def start_once(self, pixels: Sequence[Tensor]) -> Callable[[], Tensor]:
         fast, graphs = self.fast, self.graphs
-        parts = divide(len(pixels), fast) if graphs is not None and fast and self.state() == self.made_for else []
+        usable = graphs is not None and fast and self.state() == self.made_for
+        parts = divide(len(pixels), fast) if usable else []
         if graphs is None or not parts:
-            values = self(torch.stack(list(pixels)).to(self.device, non_blocking=True))
+            values = self.once(torch.stack(list(pixels)).to(self.device, non_blocking=True))
             return lambda: values.float().cpu()
         under_way, first = [], 0
         for batch, count in parts:
             under_way.append(graphs.start(batch, pixels[first : first + count]))
             first += count
         return partial(collect, under_way)
+
+    @torch.inference_mode()
+    def finish(self, pixels: Sequence[Tensor], first: Callable[[], Tensor]) -> Tensor:
+        """Wait for values, and compute close calls again."""
+        values = first()
+        with cpu_threads(1):
+            close = self.close_calls(values)
+        if self.exact is not None and len(close):
+            values[close] = self.exact.start([pixels[row] for row in close.tolist()])()
+        return values
 
     @torch.inference_mode()
     def plain(self, images: Tensor) -> Tensor:
@@ -165,7 +207,17 @@ class Engine:
         if found is None:
             return False
         self.use(*found)
+        for few in self.second_sizes(batch):
+            if self.exact is not None and few not in self.exact.fast and not self.stop.is_set():
+                self.exact.prepare(few)
         return True
+
+    def second_sizes(self, batch: int) -> list[int]:
+        """For how many close calls of a batch of this size there are graphs; `divide` puts them together."""
+        if self.exact is None or self.scales is None:
+            return []
+        usual = math.ceil(self.scales.again * batch / FEW) * FEW
+        return [size for size in (1, FEW, usual) if size <= batch]
 
     def use(self, batch: int, name: str, run: Run) -> None:
         """Use a fast path from now on; both tables are replaced at once, as other threads may be calling."""
@@ -312,11 +364,12 @@ def ran_out(error: BaseException | None) -> bool:
 def divide(images: int, ready: Iterable[int]) -> list[tuple[int, int]]:
     """Which of the batches that are ready take how many of the images, in order; empty where eager is faster.
 
-    The last may be filled up, by less than itself: a much larger one would take longer than the model as it is.
+    The last may be filled up, by less than itself: a much larger one would take longer than the model as it is. A few
+    images take as long as one.
     """
     batches, parts = sorted(ready), list[tuple[int, int]]()
     while images > 0 and len(parts) < PARTS:
-        fitting = next((batch for batch in batches if images <= batch < 2 * images), None)
+        fitting = next((batch for batch in batches if images <= batch < max(2 * images, FEW + 1)), None)
         chosen = max((batch for batch in batches if batch <= images), default=None) if fitting is None else fitting
         if chosen is None:
             return []

@@ -1,12 +1,10 @@
 """Dense layers of a finished model in 8 bits: weights stored so, inputs with one scale that calibration has found.
 
-Where the head reads the class token, that token stays in 16 bits: the errors of the other tokens are many and attention
-averages them, those of this one reach the classes as they are. The head itself is in float32.
+The head itself is in float32.
 
-Shapes: B images, N tokens, M rows, I inputs, O outputs of a layer.
+Shapes: M rows, I inputs, O outputs of a layer.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -28,78 +26,31 @@ SIDE = 16  # that both sides of a product in 8 bits are multiples of
 class StaticFloat8(nn.Module):
     """A dense layer whose product is in 8 bits, its outputs in a `dtype` of 16.
 
-    An input beyond the largest one of calibration saturates. With `spare` the first token of each image is computed in
-    16 bits, and inputs are (B, N, I).
+    An input beyond the largest one of calibration saturates.
     """
 
     weight: Tensor  # (O, I)
     bias: Tensor | None  # (O,)
-    spared: Tensor | None  # (O, I), the weight in 16 bits
     weight_scale: Tensor  # ()
     input_scale: Tensor  # ()
 
-    def __init__(
-        self, layer: nn.Linear, maximum: float, *, spare: bool = False, dtype: torch.dtype = torch.bfloat16
-    ) -> None:
+    def __init__(self, layer: nn.Linear, maximum: float, *, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         weight = layer.weight.detach().float()
         scale = weight.abs().max().clamp(min=SMALLEST) / LARGEST[E4M3]
         self.native, self.dtype = has_float8(weight.device), dtype
         self.register_buffer("weight", quantize(weight, scale, E4M3))
         self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().to(dtype))
-        self.register_buffer("spared", weight.to(dtype) if spare else None)
         self.register_buffer("weight_scale", scale)
         self.register_buffer("input_scale", torch.full_like(scale, maximum / LARGEST[E4M3]))
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = quantize(x.flatten(0, -2), self.input_scale, E4M3)
-        return self.multiply(rows, x, unchanged)
+        return self.multiply(quantize(x.flatten(0, -2), self.input_scale, E4M3)).unflatten(0, x.shape[:-1])
 
-    def multiply(self, rows: Tensor, x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
-        """The layer's output from act(x) in 8 bits, (M, I), and x, (B, N, I) if its first token is spared."""
+    def multiply(self, rows: Tensor) -> Tensor:
+        """The layer's output (M, O) of inputs in 8 bits (M, I)."""
         scales = self.input_scale, self.weight_scale
-        if self.spared is None:
-            y = multiply(rows, self.weight.t(), *scales, self.bias, self.native, self.dtype)
-        else:
-            first = act(x[:, 0].to(self.dtype))
-            y = spared_product(rows, self.weight, *scales, self.bias, first, self.spared, self.native)
-        return y.unflatten(0, x.shape[:-1])
-
-
-def unchanged(x: Tensor) -> Tensor:
-    return x
-
-
-# An operator, as torch.compile would copy all of the output in order to change a few of its rows.
-@torch.library.custom_op("vitlab::spared_product", mutates_args=())
-def spared_product(
-    rows: Tensor,
-    weight: Tensor,
-    input_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    first: Tensor,
-    spared: Tensor,
-    native: bool,
-) -> Tensor:
-    """The product in 8 bits, (M, O), with the first token of each image, (B, I), once more in 16: a row of hundreds."""
-    y = multiply(rows, weight.t(), input_scale, weight_scale, bias, native, first.dtype)
-    y.unflatten(0, (len(first), -1))[:, 0] = linear(first, spared, bias)
-    return y
-
-
-@spared_product.register_fake
-def _(
-    rows: Tensor,
-    weight: Tensor,
-    input_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    first: Tensor,
-    spared: Tensor,
-    native: bool,
-) -> Tensor:
-    return first.new_empty(len(rows), len(weight))
+        return multiply(rows, self.weight.t(), *scales, self.bias, self.native, self.dtype)
 
 
 def run_mlp(part: MLP, x: Tensor) -> Tensor:
@@ -107,7 +58,8 @@ def run_mlp(part: MLP, x: Tensor) -> Tensor:
     assert isinstance(part.up, StaticFloat8)
     assert isinstance(part.down, StaticFloat8)
     u = part.up(x)
-    return part.down.multiply(round_gelu(u.flatten(0, -2), part.down.input_scale), u, part.gelu)
+    y = part.down.multiply(round_gelu(u.flatten(0, -2), part.down.input_scale))
+    return y.unflatten(0, u.shape[:-1])
 
 
 class ExactHead(nn.Module):
@@ -149,12 +101,8 @@ def float8_layers(model: Model) -> dict[str, nn.Linear]:
 
 def in_8_bits(model: Model, maxima: dict[str, float], dtype: torch.dtype) -> dict[str, StaticFloat8]:
     """What takes the place of the layers that have a largest input, by name."""
-    layers, spare = float8_layers(model), reads_class_token(model)
-    return {name: StaticFloat8(layers[name], most, spare=spare, dtype=dtype) for name, most in maxima.items()}
-
-
-def reads_class_token(model: Model) -> bool:
-    return isinstance(model, ViT) and model.config.pool in ("token", "token_mean")
+    layers = float8_layers(model)
+    return {name: StaticFloat8(layers[name], most, dtype=dtype) for name, most in maxima.items()}
 
 
 def use_scales(model: Model, source: Model, scales: Scales) -> None:

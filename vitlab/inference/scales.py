@@ -30,6 +30,8 @@ class Scales:
     separate: bool  # whether the ranges are from others
     layers: int  # that could be in 8 bits
     work: float  # share of their products' work that is
+    closer: float  # logits apart that the two best classes are at least, unless an image is computed again in 16 bits;
+    again: float  # share of the images that should be
     rest: str  # what all else is computed in, by a name of RESTS
 
     def __post_init__(self) -> None:
@@ -37,8 +39,10 @@ class Scales:
         numbers = self.maxima.values() if isinstance(self.maxima, dict) else [math.nan]
         if not all(isinstance(value, float) and 0 < value < math.inf for value in numbers):
             raise UserError("its maxima are not all positive numbers")
-        if not all(isinstance(share, float) and 0 <= share <= 1 for share in (self.agreement, self.work)):
+        if not all(isinstance(share, float) and 0 <= share <= 1 for share in (self.agreement, self.work, self.again)):
             raise UserError("its shares are not numbers from 0 to 1")
+        if not (isinstance(self.closer, float) and 0 <= self.closer < math.inf):
+            raise UserError("its distance of close calls is no number from 0")
         if not all(isinstance(count, int) for count in (self.images, self.layers)):
             raise UserError("its counts are not integers")
         if self.rest not in RESTS:
@@ -47,7 +51,8 @@ class Scales:
     @property
     def digest(self) -> str:
         """What values computed with these scales depend on, beside the weights."""
-        return hashlib.sha256(json.dumps([self.maxima, self.rest], sort_keys=True).encode()).hexdigest()[:12]
+        facts = json.dumps([self.maxima, self.closer, self.rest], sort_keys=True)
+        return hashlib.sha256(facts.encode()).hexdigest()[:12]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,7 +63,8 @@ class Scales:
         where = "" if self.separate else ", including those the ranges are from"
         shown = f"on {self.agreement:.2%} of {self.images:,} images{where}"
         layers = f"{len(self.maxima)} of {self.layers} dense layers in 8 bits, {self.work:.0%} of their work"
-        return f"fp8: {layers}, the rest in {self.rest}; the best class is float32's {shown}"
+        again = f"; {self.again:.1%} of the images, the closest calls, once more in 16 bits" if self.again else ""
+        return f"fp8: {layers}, the rest in {self.rest}{again}; the best class is float32's {shown}"
 
     def write(self, path: Path) -> None:
         write_text(path, json.dumps(to_json(self), indent=2) + "\n")
