@@ -92,6 +92,8 @@ def test_graphs_for_close_calls(small: Model, monkeypatch: pytest.MonkeyPatch) -
     assert [batch for one, batch in made if one is engine.exact] == [1, 8, 40, 16]
     assert engine.exact.stop is engine.stop
     assert not Engine(small, "logits", CPU, scales=scales_of(small)).second_sizes(256)
+    engine.scales = replace(scales_of(small), closer=1.0, again=0.0)  # a file may hold anything
+    assert engine.second_sizes(256) == [1, 8]
 
 
 @pytest.mark.slow

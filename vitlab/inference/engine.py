@@ -217,7 +217,7 @@ class Engine:
         if self.exact is None or self.scales is None:
             return []
         usual = math.ceil(self.scales.again * batch / FEW) * FEW
-        return [size for size in (1, FEW, usual) if size <= batch]
+        return [size for size in (1, FEW, usual) if 0 < size <= batch]
 
     def use(self, batch: int, name: str, run: Run) -> None:
         """Use a fast path from now on; both tables are replaced at once, as other threads may be calling."""
