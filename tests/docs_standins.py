@@ -209,6 +209,7 @@ PAGES: dict[str, Page] = {
         parsed={
             "make": "minutes; the tutorial runs the demo",
             "git clone": "needs a network",
+            "vitlab study": "tests/studies/test_study_runs.py runs each of them",
         },
     ),
     "docs/tutorial.md": Page(),
