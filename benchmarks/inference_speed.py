@@ -31,6 +31,7 @@ from vitlab.bench.peers import make_peer
 from vitlab.cost import quick_cost
 from vitlab.device import has_bf16, pick_device
 from vitlab.export import int8_file
+from vitlab.export.images import open_images
 from vitlab.export.quantize import calibrate
 from vitlab.export.scales_file import from_images
 from vitlab.inference.calibration import largest_inputs
@@ -216,15 +217,17 @@ def agreement(run: str, images: str, terms: Terms, found: dict[str, Any]) -> Non
     found |= {"layers": len(scales.maxima), "of": scales.layers, "work": scales.work, "again": scales.again}
     found |= {"emulated": not has_float8(device)}
     batch = MODELS[0][1] if device.type == "cuda" else 2
-    pixels, model = torch.randn(batch, 3, *model.config.image_size, device=device), model.to(device).eval()
+    preprocess, model = model.card.preprocess, model.to(device).eval()
+    # real ones, as the share of close calls is theirs
+    pixels = open_images(images).sample(batch).pixels(model.config.image_size, preprocess).to(device)
     ready = []
     for name, one in ((BF16, None), (FP8, scales)):
-        made = Engine(model, "logits", device, scales=one)
-        found[f"{name} prepared"] = made.prepare(batch)
+        made = Engine(model, "logits", device, preprocess=preprocess, scales=one)
+        found[f"{name} prepared"] = made.prepare(len(pixels))
         call = partial(made, pixels)
         ready.append(Contestant(name, "", call, warm_up(call, device, 0)))
     rounds = list(race(ready, device, rounds=terms.rounds, seconds=terms.seconds, alone=False))
-    rows = [Row(c.name, "", tuple(batch * r[c.name] for r in rounds), None, ()) for c in ready]
+    rows = [Row(c.name, "", tuple(len(pixels) * r[c.name] for r in rounds), None, ()) for c in ready]
     found |= {"images_per_second": {row.name: row.median for row in rows}, "to_bf16": rows[1].ratio(rows[0])}
 
 

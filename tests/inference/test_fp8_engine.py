@@ -302,6 +302,19 @@ def test_scales_are_kept_with_the_key_of_the_weights(
     assert scales_path("google/vit-base-patch16-224") is None
 
 
+@pytest.mark.parametrize(("width", "warned"), [(256, True), (768, False)])
+def test_narrow_models_are_told_that_16_bits_are_faster(
+    randomize: Randomize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, warned: bool
+) -> None:
+    monkeypatch.setattr("vitlab.export.scales_file.check_hardware", lambda device: None)
+    model = randomize(vitlab.create("Ti/16", image_size=32, depth=1, width=width, heads=4, mlp=64, classes=5))
+    scales_of(model).write(tmp_path / "fp8.json")
+    lines: list[str] = []
+    monkeypatch.setattr("vitlab.export.scales_file.log.warning", lambda line, *words: lines.append(line % words))
+    find_scales(str(tmp_path), model, None, CPU)
+    assert [f"one of width {width} is faster without" in line for line in lines] == [True] * warned
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -96,6 +96,31 @@ def test_graphs_for_close_calls(small: Model, monkeypatch: pytest.MonkeyPatch) -
     assert engine.second_sizes(256) == [1, 8]
 
 
+@pytest.mark.parametrize("closest", [0, 5, 16, 23])
+def test_as_many_as_are_usual_are_computed_before_they_are_counted(small: Model, closest: int) -> None:
+    """However many there are, close calls are computed again, and others stay as they are, to the bit."""
+    x, scales = torch.randn(40, 3, 32, 32), scales_of(small)
+    quick = Engine(small, "logits", CPU, scales=scales)(x)
+    distances = np.sort(apart(quick))
+    scales = replace(scales, closer=float(distances[closest - 1 : closest + 1].mean()) if closest else 1e-9, again=0.4)
+    engine = Engine(small, "logits", CPU, scales=scales)
+    assert engine.exact is not None
+    sizes: list[int] = []
+
+    def graph(images: Tensor) -> Tensor:
+        sizes.append(len(images))
+        return exact(images)
+
+    exact, engine.exact.fast = engine.exact.plain, {16: graph}
+    found, close = engine(x), apart(quick) < scales.closer
+    assert sizes == [16]
+    assert int(close.sum()) == closest
+    expected = Engine(small, "logits", CPU, scales=replace(scales, again=0.0))(x)
+    torch.testing.assert_close(found[close], expected[close], rtol=0.02, atol=0.02)
+    assert torch.equal(found[~close], quick[~close])
+    assert not closest or not torch.allclose(found[close], quick[close], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.slow
 def test_a_second_look_keeps_the_classes_that_8_bits_change() -> None:
     """Digits on a model that hardly tells them apart: 8 bits change more than one in a hundred, and it is kept."""

@@ -43,6 +43,7 @@ SMALLEST = 1e-12  # largest value, where all are zero
 ANY = 0  # in place of a batch: any size
 
 FEW = 8  # images that take a GPU hardly longer than one
+SOME = 2.0  # close calls expected in a batch, from which on it hardly ever has none
 PARTS = 4  # recordings at most that a batch is divided over
 WAITS = 0.05  # seconds of an image, below which a CPU that serves needs nothing faster
 CLOSING = 5.0  # seconds that are waited for a compiler, which cannot be stopped
@@ -99,20 +100,50 @@ class Engine:
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
         values = self.once(images)
-        if self.exact is not None and len(close := self.close_calls(values)):
-            values[close] = self.exact(images[close])
+        return values if self.exact is None else self.look_again(images, values, self.exact)
+
+    def look_again(self, images: Tensor, values: Tensor, exact: "Engine") -> Tensor:
+        """Compute close calls once more, in place of their values (b, D).
+
+        As many as are usual are computed before their number is known, so that a GPU has work while the host waits for
+        it. Others that are among these keep their values: an answer does not depend on its batch.
+        """
+        margins = self.margins(values)
+        close = margins < self.closer
+        usual = self.usual(len(images))
+        if usual in exact.fast:
+            found = close.sum().to("cpu", non_blocking=True)
+            counted = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+            rows = margins.topk(usual, largest=False).indices
+            values[rows] = torch.where(close[rows, None], exact.once(images[rows]), values[rows])
+            if counted is not None:
+                counted.synchronize()
+            if int(found) <= usual:
+                return values
+            close[rows] = False
+        rest = close.nonzero()[:, 0]
+        if len(rest):
+            values[rest] = exact.once(images[rest])
         return values
 
-    def close_calls(self, values: Tensor) -> Tensor:
-        """Which rows of values (b, D) have two best classes that 8 bits may have exchanged."""
-        assert self.scales is not None
+    def margins(self, values: Tensor) -> Tensor:
+        """How far the best class of each row of values (b, D) is above the next, (b,)."""
         logits = values[:, : self.model.config.classes]
         if self.what == "features" and self.tail is unchanged:
             assert self.quantized is not None
             assert self.quantized.head is not None
             logits = self.quantized.head(values)
         best, second = logits.float().topk(2).values.unbind(1)
-        return (best - second < self.scales.closer).nonzero()[:, 0]
+        return best - second
+
+    @property
+    def closer(self) -> float:
+        return 0.0 if self.scales is None else self.scales.closer
+
+    def usual(self, images: int) -> int:
+        """How many close calls a batch of this size has, rounded up; 0 where it may well have none."""
+        expected = 0.0 if self.scales is None else self.scales.again * images
+        return min(images, math.ceil(expected / FEW) * FEW) if expected >= SOME else 0
 
     def once(self, images: Tensor) -> Tensor:
         """Values without a second look."""
@@ -155,7 +186,7 @@ class Engine:
         """Wait for values, and compute close calls again."""
         values = first()
         with cpu_threads(1):
-            close = self.close_calls(values)
+            close = (self.margins(values) < self.closer).nonzero()[:, 0]
         if self.exact is not None and len(close):
             values[close] = self.exact.start([pixels[row] for row in close.tolist()])()
         return values
@@ -214,10 +245,7 @@ class Engine:
 
     def second_sizes(self, batch: int) -> list[int]:
         """For how many close calls of a batch of this size there are graphs; `divide` puts them together."""
-        if self.exact is None or self.scales is None:
-            return []
-        usual = math.ceil(self.scales.again * batch / FEW) * FEW
-        return [size for size in (1, FEW, usual) if 0 < size <= batch]
+        return [] if self.exact is None else [size for size in (1, FEW, self.usual(batch)) if 0 < size <= batch]
 
     def use(self, batch: int, name: str, run: Run) -> None:
         """Use a fast path from now on; both tables are replaced at once, as other threads may be calling."""
