@@ -1,6 +1,7 @@
 """Models side by side: who takes turns, what is measured, and how it is shown."""
 
 import dataclasses
+import io
 import json
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from matplotlib.patches import Rectangle
+from rich.console import Console
 from timing import measure_until
 
 from vitlab.bench.cases import AXES, Case, grow, pick, plan, usual_batch
@@ -213,6 +215,23 @@ def test_table_of_a_case() -> None:
     assert table[2] == ["30 to 33", "15 to 22"]
     assert table[4] == ["2.5", ""]
     assert table[5] == ["1.75", "1.00"]  # the median of 2 and 1.5
+
+
+def test_a_table_of_80_columns_shows_all_numbers() -> None:
+    """Long names wrap; no number is cut."""
+    rows = [
+        Row(name, "1.10.100", (10_338.4, 10_553.0), 119_000_000_000, (0.55,), how)
+        for name, how in (("vitlab engine", "compiled, as a CUDA graph"), ("vitlab train cuda_graph=true", ""))
+    ]
+    outcome = Outcome(
+        Case("B/16", "infer", "compiled", 256, 224), (*rows, dataclasses.replace(rows[0], name="timm")), 1e12, ()
+    )
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(case_table(outcome))
+    shown = console.export_text()
+    assert "…" not in shown
+    for number_shown in ("10,446", "10,338 to 10,553", "55.0%", "119.0", "1.00"):
+        assert shown.count(number_shown) == 3
 
 
 def test_table_of_latency_is_in_milliseconds() -> None:

@@ -17,12 +17,15 @@ AXIS_TITLES = {"batch": "images per batch", "size": "side of the image in pixels
 def case_table(outcome: Outcome) -> Table:
     """The contestants of one case, a row each."""
     best, latency = outcome.best_peer, outcome.case.what == "latency"
-    headings = ["ms per image" if latency else "images/s", "low to high", "of matmul"]
+    # narrow, and names may wrap, so that 80 columns show all numbers
+    headings = ["ms per\nimage" if latency else "images/s", "low to high", "of\nmatmul"]
     headings += ["GB"] if any(row.memory for row in outcome.rows) else []
-    headings += [] if best is None else ["of best peer"]
+    headings += [] if best is None else ["of best\npeer"]
     columns = [Column(heading, justify="right", no_wrap=True) for heading in headings]
     caption = f"matmul: {outcome.matmul_flops / 1e12:,.3g} TFLOP/s"
-    table = Table(Column("", no_wrap=True), *columns, title=outcome.case.title, title_justify="left", caption=caption)
+    table = Table(
+        Column("", overflow="fold"), *columns, title=outcome.case.title, title_justify="left", caption=caption
+    )
     for row in outcome.rows:
         values = sorted(amount(rate, latency) for rate in row.rates)
         cells = [

@@ -60,7 +60,8 @@ def draw_bars(axes: Any, bars: Bars, colors: Mapping[str, str]) -> None:
         median = float(np.median(rounds))
         axes.barh(i, median, height=0.7, color=colors[name])
         axes.plot([min(rounds), max(rounds)], [i, i], color=INK, linewidth=1.2)
-        axes.annotate(f" {median:,.4g}", (max(median, max(rounds)), i), va="center", fontsize=8)
+        text = f"{median:,.0f}" if median >= 1000 else f"{median:.4g}"
+        axes.annotate(f" {text}", (max(median, max(rounds)), i), va="center", fontsize=8)
     axes.set_yticks(range(len(bars.rounds)), list(bars.rounds))
     axes.set(xlabel=bars.unit, xlim=(0, 1.15 * max(max(rounds) for rounds in bars.rounds.values())))
     axes.invert_yaxis()
