@@ -31,7 +31,7 @@ test-slow: $(READY)
 	$(BIN)/pytest -m "slow and not long" $(ALONE)
 
 together: $(READY)
-	$(BIN)/pytest -m "slow and not long" -n 2 --dist worksteal $(addprefix --ignore=,$(ALONE))
+	$(BIN)/pytest -m "slow and not long" -n 3 --dist worksteal $(addprefix --ignore=,$(ALONE))
 
 # What repeats the claims of other tests at length: before a release.
 test-long: $(READY)

@@ -10,7 +10,7 @@ from vitlab.device import pick_device
 from vitlab.evaluation.extract import eval_mode
 from vitlab.plots.studies import Lines, Series, lines_figure
 from vitlab.studies.request import Request
-from vitlab.studies.shown_images import data_pairs, test_batches
+from vitlab.studies.shown_images import data_pairs, shown_batches
 from vitlab.studies.study import Measure, Number, Row, Study, python
 from vitlab.studies.table import Line, Table
 from vitlab.weights import load
@@ -36,7 +36,7 @@ class Look:
 
     def __call__(self, runs: tuple[Path, ...], folder: Path) -> Mapping[str, float]:
         model, device = load(runs[0]), pick_device(self.device)
-        batches = test_batches(model, self.data, device, most=self.images, batch=BATCH)
+        batches = shown_batches(model, self.data, device, most=self.images, batch=BATCH)
         with eval_mode(model, device):
             found = measure_bias(model, batches, SHIFTS, TILES)
         shifted = dict(zip(map(shift_key, SHIFTS), found.shifted, strict=True))

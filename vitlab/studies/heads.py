@@ -15,7 +15,7 @@ from vitlab.files import atomic_file
 from vitlab.models.vit import ViT
 from vitlab.plots.heads import Heads, heads_figure
 from vitlab.studies.request import Request
-from vitlab.studies.shown_images import data_pairs, test_batches
+from vitlab.studies.shown_images import data_pairs, shown_batches
 from vitlab.studies.study import Measure, Number, Row, Study, python
 from vitlab.studies.table import Table
 from vitlab.weights import load
@@ -48,7 +48,7 @@ class Look:
         """Write the distances of all heads; return some of them, in pixels."""
         model, device = load(runs[0]), pick_device(self.device)
         assert isinstance(model, ViT)
-        batches = test_batches(model, self.data, device, most=self.images, batch=batch_size(model.config))
+        batches = shown_batches(model, self.data, device, most=self.images, batch=batch_size(model.config))
         with eval_mode(model, device):
             distance = mean_distance(model, (batch.images for batch in batches))  # (L, H)
         even = cell_distances(model.config.grid, model.config.stride).mean()

@@ -22,7 +22,9 @@ def data_pairs(run: Train) -> tuple[str, ...]:
     return tuple(pair for pair in run.pairs if pair.partition("=")[0] in KEYS)
 
 
-def test_batches(model: Model, pairs: Iterable[str], device: torch.device, *, most: int, batch: int) -> Iterator[Batch]:
+def shown_batches(
+    model: Model, pairs: Iterable[str], device: torch.device, *, most: int, batch: int
+) -> Iterator[Batch]:
     """Up to `most` test images of a run's data (`data_pairs`), evenly over the set, in batches on the device."""
     test = open_recipe_data(override(find(PRETRAIN).recipe, pairs)).test
     chosen = np.unique(np.linspace(0, len(test) - 1, min(most, len(test))).astype(np.int64))
