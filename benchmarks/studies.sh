@@ -37,4 +37,4 @@ wait
 for one in "$@"; do
   if [ "$one" = speed ] || [ "$one" = axial ]; then study "$one"; fi
 done
-tar -C "$out" -czf "$out/studies.tgz" --exclude=run --exclude=features --exclude=studies.tgz .
+tar -C "$out" -czf "$out.tgz" --exclude=run --exclude=features --exclude=studies.tgz . && mv "$out.tgz" "$out/studies.tgz"

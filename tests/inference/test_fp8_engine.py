@@ -348,8 +348,9 @@ def test_other_hardware_is_refused() -> None:
     ("words", "message"),
     [
         (["--precision", "fp8", "--device", "cpu"], "fp8, and the device cpu has no products in 8 bits"),
-        (["--precision", "int4"], "--precision must be auto, fp8 or int8, not 'int4'"),
+        (["--precision", "int4"], "--precision must be auto, bf16, fp8 or int8, not 'int4'"),
         (["--calibrate", "photos"], "--calibrate goes with --precision fp8 or int8"),
+        (["--precision", "bf16", "--calibrate", "photos"], "--calibrate goes with --precision fp8 or int8"),
     ],
 )
 def test_wrong_words_are_one_line(

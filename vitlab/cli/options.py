@@ -57,10 +57,8 @@ REFUSE = 'Share of images of the model\'s own classes that may become "none of t
 Refuse = Annotated[
     float | None, Option("--refuse", min=0, max=0.99, help=REFUSE + " By default the model's.", show_default=False)
 ]
-PRECISION = (
-    "auto: bf16 on GPUs that have it; dense layers in 8 bits, checked on images (--calibrate): fp8 on newer GPUs, "
-)
-PRECISION += "int8 on CPUs."
+PRECISION = "auto: bf16 on GPUs that have it, else float32; bf16: also on CPUs that have it; dense layers in 8 bits, "
+PRECISION += "checked on images (--calibrate): fp8 on newer GPUs, int8 on CPUs."
 Precision = Annotated[str, Option("--precision", metavar="PRECISION", help=PRECISION)]
 CALIBRATE = "Images like those the model will see, for fp8 or int8; what is found is kept in the run's folder."
 Calibrate = Annotated[str | None, Option("--calibrate", metavar="IMAGES", help=CALIBRATE, show_default=False)]
@@ -70,17 +68,21 @@ Device = Annotated[str, Option("--device", metavar="DEVICE", help="auto, cpu, cu
 def pick_scales(
     precision: str, calibrate: str | None, run: str, device: str, model: "Measured | None" = None
 ) -> "EightBits | None":
-    """What computes a run in 8 bits, by `--precision`, which may be made here; None for `auto`."""
-    if precision not in ("auto", "fp8", "int8"):
-        raise UserError(f"--precision must be auto, fp8 or int8, not '{precision}'")
+    """What computes a run in fewer bits, by `--precision`, which may be made here; None for `auto`."""
+    if precision not in ("auto", "bf16", "fp8", "int8"):
+        raise UserError(f"--precision must be auto, bf16, fp8 or int8, not '{precision}'")
+    if calibrate is not None and precision in ("auto", "bf16"):
+        raise UserError("--calibrate goes with --precision fp8 or int8")
     if precision == "auto":
-        if calibrate is not None:
-            raise UserError("--calibrate goes with --precision fp8 or int8")
         return None
     from vitlab.device import pick_device
     from vitlab.weights.guests import open_measured
 
     measured, place = open_measured(run) if model is None else model, pick_device(device)
+    if precision == "bf16":
+        from vitlab.inference.half import find_half
+
+        return find_half(measured, place)
     if precision == "fp8":
         from vitlab.export.scales_file import find_scales
 
