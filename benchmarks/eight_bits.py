@@ -34,9 +34,10 @@ from vitlab.data.open import open_data
 from vitlab.data.source import ImageSource
 from vitlab.data.transforms import eval_pixels, normalize
 from vitlab.inference.calibration import LEAST, SLACK, STRICTER, TRIES, largest_inputs, rounding_variance
-from vitlab.inference.effects import Plan, fastest_plan, harmless_first, margin_changes, margins
+from vitlab.inference.effects import Plan, fastest_plan, harmless_first, margin_changes
 from vitlab.inference.fp8 import float8_layers, in_8_bits
 from vitlab.inference.scales import RESTS, Scales
+from vitlab.inference.values import margins
 from vitlab.kernels.fp8 import E4M3, LARGEST, SMALLEST
 from vitlab.models.variants import Model
 

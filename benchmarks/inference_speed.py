@@ -36,13 +36,13 @@ from vitlab.export.images import open_images
 from vitlab.export.quantize import calibrate
 from vitlab.export.scales_file import from_images
 from vitlab.inference.calibration import largest_inputs
-from vitlab.inference.effects import margins
 from vitlab.inference.engine import Engine
 from vitlab.inference.half import find_half, multiplies_bf16
 from vitlab.inference.int8 import Int8
 from vitlab.inference.onnx_file import open_session, to_proto
 from vitlab.inference.scales import Scales, weights_key
 from vitlab.inference.traced import traceable
+from vitlab.inference.values import margins
 from vitlab.kernels.fp8 import has_float8
 from vitlab.models.variants import Model, build
 from vitlab.models.vit import ViT

@@ -15,11 +15,11 @@ from vitlab.inference.effects import (
     fastest_plan,
     harmless_first,
     margin_changes,
-    margins,
     second_look,
 )
 from vitlab.inference.fp8 import in_8_bits
 from vitlab.inference.scales import Scales
+from vitlab.inference.values import margins
 from vitlab.models.variants import Model
 
 CPU = torch.device("cpu")

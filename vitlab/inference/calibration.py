@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from vitlab.data.transforms import normalize
 from vitlab.errors import UserError
-from vitlab.inference.effects import fastest_plan, harmless_first, margin_changes, margins
+from vitlab.inference.effects import fastest_plan, harmless_first, margin_changes
 from vitlab.inference.engine import Engine
 from vitlab.inference.fp8 import float8_layers
 from vitlab.inference.scales import Scales, weights_key
+from vitlab.inference.values import margins
 from vitlab.kernels.fp8 import SMALLEST, has_float8
 from vitlab.models.guest import Measured
 from vitlab.models.variants import Model

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from vitlab.data.transforms import normalize
 from vitlab.inference.fp8 import in_8_bits
+from vitlab.inference.values import margins
 from vitlab.models.variants import Model
 
 BATCH = 16
@@ -52,12 +53,6 @@ def margin_changes(
             images = normalize(part.to(device), model.card.preprocess)
             margins(copied(images.requires_grad_())).sum().backward()
     return {name: torch.cat(parts) for name, parts in changes.items()}
-
-
-def margins(logits: Tensor) -> Tensor:
-    """How far the best logit is above the next, (B,)."""
-    best, second = logits.topk(2).values.unbind(1)
-    return best - second
 
 
 def harmless_first(changes: dict[str, Tensor], work: dict[str, int]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from vitlab.data.transforms import normalize
 from vitlab.device import cpu_threads, has_bf16, out_of_memory
 from vitlab.inference.int8 import EightBits, Int8
-from vitlab.inference.values import ValuesOf, What
+from vitlab.inference.values import ValuesOf, What, margins
 from vitlab.kernels.fp8 import E4M3
 from vitlab.models.config import Preprocess
 from vitlab.models.guest import Guest, Measured
@@ -108,13 +108,13 @@ class Engine:
         As many as are usual are computed before their number is known, so that a GPU has work while the host waits for
         it. Others that are among these keep their values: an answer does not depend on its batch.
         """
-        margins = self.margins(values)
-        close = margins < self.closer
+        apart = self.apart(values)
+        close = apart < self.closer
         usual = self.usual(len(images))
         if usual in exact.fast:
             found = close.sum().to("cpu", non_blocking=True)
             counted = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-            rows = margins.topk(usual, largest=False).indices
+            rows = apart.topk(usual, largest=False).indices
             values[rows] = torch.where(close[rows, None], exact.once(images[rows]), values[rows])
             if counted is not None:
                 counted.synchronize()
@@ -126,15 +126,14 @@ class Engine:
             values[rest] = exact.once(images[rest])
         return values
 
-    def margins(self, values: Tensor) -> Tensor:
+    def apart(self, values: Tensor) -> Tensor:
         """How far the best class of each row of values (b, D) is above the next, (b,)."""
         logits = values[:, : self.model.config.classes]
         if self.what == "features" and self.tail is unchanged:
             assert self.quantized is not None
             assert self.quantized.head is not None
             logits = self.quantized.head(values)
-        best, second = logits.float().topk(2).values.unbind(1)
-        return best - second
+        return margins(logits.float())
 
     @property
     def closer(self) -> float:
@@ -186,7 +185,7 @@ class Engine:
         """Wait for values, and compute close calls again."""
         values = first()
         with cpu_threads(1):
-            close = (self.margins(values) < self.closer).nonzero()[:, 0]
+            close = (self.apart(values) < self.closer).nonzero()[:, 0]
         if self.exact is not None and len(close):
             values[close] = self.exact.start([pixels[row] for row in close.tolist()])()
         return values

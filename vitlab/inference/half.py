@@ -1,4 +1,4 @@
-"""Predictions in bf16 by choice: on CPUs whose hardware has such products (AMX, AVX-512 BF16, Arm's BF16)."""
+"""Predictions in bf16 by choice: on CPUs that are faster in it, as those with AMX."""
 
 import time
 

@@ -29,3 +29,9 @@ class ValuesOf(nn.Module):
         if self.of_bytes:
             images = (images.float() / 255 - self.mean) / self.std
         return self.model.features(images) if self.what == "features" else self.model(images)
+
+
+def margins(logits: Tensor) -> Tensor:
+    """How far the best logit is above the next, (B,), of logits (B, classes)."""
+    best, second = logits.topk(2).values.unbind(1)
+    return best - second
