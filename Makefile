@@ -8,7 +8,7 @@ READY := .venv/.ready
 test test-slow test-long chaos: export OMP_NUM_THREADS = 1
 test test-slow test-long chaos: export PYTHONDONTWRITEBYTECODE =
 
-# Slow tests that measure times or load a server need the machine for themselves; of the others two run at once.
+# Slow tests that measure times or load a server need the machine for themselves; of the others three run at once, as two leave a core idle.
 ALONE := $(wildcard tests/chaos tests/bench tests/finetuning/test_short_time.py tests/data/test_budget.py \
 	tests/data/test_loader_benchmark.py tests/training/test_minutes.py tests/training/test_data_changes.py \
 	tests/training/test_small_start.py tests/test_cli.py tests/test_predict.py \
