@@ -98,3 +98,12 @@ def catch_stop_signals() -> Iterator[Signals]:
     signals = Signals()
     with signals.deferred(), handle_signals(signals):
         yield signals
+
+
+@contextmanager
+def postponed() -> Iterator[None]:
+    """Work that a signal must not leave half done: one that comes meanwhile is handled after it."""
+    with catch_stop_signals() as signals:
+        yield
+    if signals.number:
+        signal.raise_signal(signals.number)

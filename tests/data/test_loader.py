@@ -4,6 +4,8 @@ import itertools
 import logging
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -338,3 +340,28 @@ def test_a_killed_worker_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> Non
         take(loader(source, Augment(), resident=False, workers=2), 10)
     assert "\n" not in str(caught.value)
     assert signal.getsignal(signal.SIGCHLD) in (signal.SIG_DFL, None)
+
+
+STOPPED_AT_START = """
+import os, signal
+import numpy as np
+from vitlab.data.loader import EvalLoader
+from vitlab.data.source import ArraySource
+from vitlab.errors import Stopped
+from vitlab.models.config import Preprocess
+from vitlab.signals import stoppable
+
+os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGTERM))
+source = ArraySource("x", np.zeros((8, 8, 8, 3), np.uint8), np.zeros(8, np.int64), ("a",))
+try:
+    with stoppable("stopped"):
+        list(EvalLoader(source, (8, 8), Preprocess(), batch=4, workers=2).batches())
+except Stopped as stop:
+    print(stop.code, stop)
+"""
+
+
+def test_a_signal_while_workers_start_is_told_in_one_sentence() -> None:
+    """Each worker is a fork, after which it comes."""
+    found = subprocess.run([sys.executable, "-c", STOPPED_AT_START], capture_output=True, text=True, timeout=60)
+    assert (found.stdout, found.stderr) == ("143 stopped\n", "")

@@ -3,8 +3,10 @@
 import csv
 import io
 import json
+import os
 import re
 import shutil
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from rich.console import Console
 
 import vitlab
 from vitlab.cli import main
-from vitlab.errors import UserError
+from vitlab.errors import Stopped, UserError
 from vitlab.evaluation.features import FeatureSet
 from vitlab.evaluation.fewshot import few_shot
 from vitlab.plots.studies import Dots, Lines, Series, dots_figure, lines_figure
@@ -469,3 +471,27 @@ def test_errors_are_one_line(
     assert message in err
     assert err.count("\n") == 1
     assert not list(tmp_path.iterdir())  # nothing was begun
+
+
+class Finalized:
+    """An object whose finalizer is interrupted: Python prints that, and goes on."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):  # in one of which Python calls the handler
+            pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_in_a_finalizer_stops_it_before_the_next_job(tmp_path: Path) -> None:
+    def interrupted(runs: tuple[Path, ...], folder: Path) -> Mapping[str, float]:
+        one = Finalized()
+        del one
+        return {"x": 1.0}
+
+    jobs = [Measure(name, (), interrupted, ()) for name in "ab"]
+    rows = [Row(job.name, {}, {"x": Number(job, "x", "")}) for job in jobs]
+    study = Study("s", "?", "", lambda ask, seed: rows, draw, seeds=1)
+    with pytest.raises(Stopped, match="the same command goes on from here"):
+        run_study(study, make_request(study), tmp_path, console=QUIET)
+    assert [Place(tmp_path).result(job) is not None for job in jobs] == [True, False]

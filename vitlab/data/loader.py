@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -24,8 +24,9 @@ from vitlab.data.label_sets import LabelSets
 from vitlab.data.mixing import Mix, draw_mix, mix_images, partners, smooth
 from vitlab.data.randaugment import randaugment
 from vitlab.data.regions import RegionReader, scale_regions
-from vitlab.data.resident import BYTES_AT_ONCE, ResidentSet, fits_on_device, hold
+from vitlab.data.resident import BYTES_AT_ONCE, ResidentSet, fits_on_device, hold, memory_budget
 from vitlab.data.rng import BATCHES, ORDER, SHARDS, Ints, Keys, keys
+from vitlab.data.sharing import share
 from vitlab.data.source import ImageSource
 from vitlab.data.transforms import Augment, draw_flips, normalize
 from vitlab.data.workers import AHEAD, BrokenEntry, Chunk, EvalReader, TrainReader, chunk_size, read_batches
@@ -246,13 +247,25 @@ def epoch_order(source: ImageSource, seed: int, epoch: int) -> Ints:
 # ---- evaluation
 
 
+@dataclass
+class Framed:
+    """The framed images of a pass, in batches, on the device; empty before the first pass is over."""
+
+    batches: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # indices (b,) and pixels (b, 3, h, w)
+    broken: dict[int, str] = field(default_factory=dict)  # names and reasons of those that cannot be read
+
+    @property
+    def bytes(self) -> int:
+        return sum(pixels.numel() for _, pixels in self.batches)
+
+
 @dataclass(eq=False)
 class EvalLoader(Loader):
     """Every image that can be read exactly once over all ranks, in order, the last partial batch included.
 
     Images that cannot be read are left out, and `broken` has them by index after a pass. Ranks may differ by some
-    images, so by some batches. With `resident` the framed bytes stay in the device's memory after the first pass; the
-    batches are the same to the bit.
+    images, so by some batches. With `resident` the framed bytes stay in the device's memory after the first pass, for
+    other loaders too where they are shared; the batches are the same to the bit.
     """
 
     preprocess: Preprocess
@@ -260,8 +273,11 @@ class EvalLoader(Loader):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.low, self.high = (len(self.source) * r // self.world for r in (self.rank, self.rank + 1))
-        self.kept: list[tuple[Tensor, Tensor]] = []
-        self.broken: dict[int, str] = {}  # names and reasons
+        self.kept, self.broken = Framed(), dict[int, str]()
+        if self.resident:
+            how = Framed, self.image_size, self.preprocess, self.device, self.batch, self.low, self.high
+            needed = (self.high - self.low) * 3 * math.prod(self.image_size)
+            self.kept = share(self.source, how, needed, memory_budget(self.device), Framed)
 
     def __len__(self) -> int:
         return math.ceil((self.high - self.low) / self.batch)
@@ -269,23 +285,25 @@ class EvalLoader(Loader):
     def shrink(self, most: int) -> None:
         """Make batches of at most `most` images from now on."""
         if most < self.batch:
-            self.batch, self.kept = most, []
+            self.batch, self.kept = most, Framed()
 
     def batches(self, *, empty: bool = False) -> Iterator[Batch]:
         """One pass over the images; with `empty`, also the batches of which no image can be read."""
         parts = [range(s, min(s + self.batch, self.high)) for s in range(self.low, self.high, self.batch)]
         kept: list[tuple[Tensor, Tensor]] = []
-        for index, pixels in self.kept if len(self.kept) == len(parts) else self._read(parts):
+        ready = len(self.kept.batches) == len(parts)
+        self.broken = dict(self.kept.broken) if ready else {}
+        for index, pixels in self.kept.batches if ready else self._read(parts):
             if self.resident:
                 kept.append((index, pixels))
+            if len(kept) == len(parts):  # before the last is given, after which the caller may not come back
+                self.kept.batches, self.kept.broken = kept, dict(self.broken)
             if len(index) or empty:
                 images = normalize(pixels, self.preprocess)
                 yield Batch(images, *self.labels_and_targets(index), index.to(self.device, non_blocking=True))
-        self.kept = kept
 
     def _read(self, parts: list[range]) -> Iterator[tuple[Tensor, Tensor]]:
         """The indices and pixels of each part's images that can be read."""
-        self.broken = {}
         reader = EvalReader(self.source, self.image_size, self.preprocess)
         samples, size = ([(i, 0) for i in part] for part in parts), chunk_size(self.batch, self.workers)
         chunks = read_batches(reader, samples, size, self.workers, AHEAD, self.device)

@@ -8,9 +8,8 @@ Shapes: n images in the set, c in a chunk, H and W the stored height and width, 
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from vitlab.data.decoder import FILTERS, DecodeHint
 from vitlab.data.images import BrokenImage
 from vitlab.data.randaugment import randaugment
 from vitlab.data.rng import Floats, Ints, Keys
+from vitlab.data.sharing import share
 from vitlab.data.source import ImageSource
 from vitlab.data.transforms import Augment, crop_boxes, draw_flips, to_pixels
 from vitlab.data.workers import BrokenEntry, EvalReader, read_all
@@ -68,6 +68,10 @@ class ResidentSet:
             self.broken += chunk.broken
         self.good = replace_broken(len(source), [index for index, _, _ in self.broken])
 
+    @property
+    def bytes(self) -> int:
+        return self.pixels.numel()
+
     def augmented(self, index: Ints, key: Keys, augment: Augment, size: Size | None = None) -> tuple[Tensor, Tensor]:
         """Augmented uint8 images (b, 3, h, w) of the input's size or another one, and the indices (b,) that they really
         came from."""
@@ -92,42 +96,11 @@ class ResidentSet:
         return pixels.round_().clamp_(0, 255).to(torch.uint8)
 
 
-# ---- runs of one process
-
-
-Key = tuple[str, Size, Preprocess, torch.device]
-_kept: dict[Key, ResidentSet] | None = None  # the last used at the end; None: nothing is kept
-
-
-@contextmanager
-def shared_sets() -> Iterator[None]:
-    """Within this, runs of this process that train on the same images, one after another, decode them once."""
-    global _kept
-    before, _kept = _kept, {}
-    try:
-        yield
-    finally:
-        _kept = before
-
-
 def hold(source: ImageSource, size: Size, preprocess: Preprocess, workers: int, device: torch.device) -> ResidentSet:
     """A set in the device's memory: one that is there already, or a new one."""
-    identity = None if _kept is None else source.identity()
-    if _kept is None or identity is None:
-        return ResidentSet(source, size, preprocess, workers, device)
-    key = identity, size, preprocess, device
-    held = _kept.pop(key, None)
-    if held is None:
-        make_room(_kept, len(source) * 3 * math.prod(size), memory_budget(device))
-        held = ResidentSet(source, size, preprocess, workers, device)
-    _kept[key] = held
-    return held
-
-
-def make_room(kept: dict[Key, ResidentSet], needed: int, budget: int) -> None:
-    """Forget the sets that were not used for longest, until all and `needed` bytes fit."""
-    while kept and needed + sum(held.pixels.numel() for held in kept.values()) > budget:
-        del kept[next(iter(kept))]
+    how, needed = (ResidentSet, size, preprocess, device), len(source) * 3 * math.prod(size)
+    make = partial(ResidentSet, source, size, preprocess, workers, device)
+    return share(source, how, needed, memory_budget(device), make)
 
 
 @dataclass

@@ -32,6 +32,7 @@ from vitlab.data.transforms import (
 )
 from vitlab.errors import UserError
 from vitlab.models.config import Preprocess, Size
+from vitlab.signals import postponed
 from vitlab.terminal import track
 
 CHUNK = 64  # the most images a worker is asked for at a time
@@ -243,7 +244,8 @@ def read_chunks(
         prefetch_factor=ahead if workers else None,
         worker_init_fn=_handle_signals,
     )
-    chunks = iter(loader)
+    with postponed():  # torch complains at length of an iterator that was not completed
+        chunks = iter(loader)
     if workers and threading.current_thread() is threading.main_thread():
         # torch raises from a signal handler when a worker dies, wherever the program is; so does asking for a chunk
         signal.signal(signal.SIGCHLD, before)

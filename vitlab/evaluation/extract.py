@@ -17,7 +17,9 @@ from torch import Tensor
 
 from vitlab.data.images import BrokenImage
 from vitlab.data.loader import BROKEN_LIMIT, EvalLoader, describe_broken
+from vitlab.data.resident import fits_on_device
 from vitlab.data.rng import Ints
+from vitlab.data.sharing import is_shared
 from vitlab.data.source import ImageSource, Subset
 from vitlab.device import has_bf16, pick_device, pick_workers
 from vitlab.errors import UserError
@@ -269,7 +271,9 @@ def compute_batches(
     """
     (source, preprocess), size = images, model.config.image_size
     part = Subset(source, np.concatenate([np.arange(span.start, span.stop) for span in spans]))
-    loader = EvalLoader(part, size, preprocess, batch=batch, workers=workers, device=run.engine.device, resident=False)
+    device = run.engine.device
+    keep = is_shared() and fits_on_device(part, size, device)  # else they are needed once
+    loader = EvalLoader(part, size, preprocess, batch=batch, workers=workers, device=device, resident=keep)
     for start, loaded in zip(range(0, len(part), batch), loader.batches(empty=True), strict=True):
         place = loaded.index.cpu().numpy() - start
         if not len(place):

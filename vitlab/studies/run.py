@@ -13,11 +13,11 @@ from signal import SIGTERM
 from rich.console import Console
 
 from vitlab.data.open import open_data
-from vitlab.data.resident import shared_sets
+from vitlab.data.sharing import shared_sets
 from vitlab.device import free_device
 from vitlab.errors import Stopped, UserError
 from vitlab.files import file_lock, write_text
-from vitlab.signals import stoppable
+from vitlab.signals import Interrupted, Signals, stoppable
 from vitlab.studies.catalog import machine_flops
 from vitlab.studies.page import render_page
 from vitlab.studies.place import Place
@@ -30,6 +30,7 @@ from vitlab.training.recorder import Diverged
 
 POLL = 1.0  # seconds between looks at the jobs of other processes
 REDRAW = 30.0  # seconds before a figure is drawn again, which takes one or two while other processes wait
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 GRACE = 20.0  # seconds in which other processes save what they have
 STOPPED = "stopped; finished rows are kept, and the same command goes on from here"
 
@@ -44,6 +45,7 @@ class Worker:
     rows: list[list[Row]]  # of every seed
     console: Console
     quiet: bool = False  # without the progress of each run: several processes share the terminal
+    signals: Signals = field(default_factory=Signals)
     failed: dict[str, str] = field(default_factory=dict)
     began: float = field(default_factory=time.time)
 
@@ -52,6 +54,8 @@ class Worker:
         pending = list(wanted)
         with shared_sets():
             while pending:
+                if self.signals.number:  # and its exception was lost, as one in a finalizer is
+                    raise Interrupted
                 pending = [job for job in pending if not self.is_over(job)]
                 if pending and not any(self.try_job(job) for job in pending):
                     time.sleep(POLL)  # others have them all, or what they need
@@ -197,10 +201,11 @@ def run_study(
     worker = Worker(study, request, place, rows, console or Console(), quiet=jobs > 1)
     left = [job for job in wanted if place.result(job) is None]
     worker.print(describe_work(chosen[0], request, wanted, left))
-    with stoppable(STOPPED):
+    with stoppable(STOPPED) as worker.signals:
         worker.render(draw=True)
-        with other_processes(jobs - 1, study, request, out, names, worker.began):
-            worker.work(wanted)
+        if jobs > 1:
+            run_processes(jobs, study, request, out, names, worker.began)
+        worker.work(wanted)  # all of it, or what processes that were killed have left
         table = worker.render(draw=True)
     names_left = {job.name for job in wanted if place.result(job) is None}  # another process may have had more luck
     return table, {name: why for name, why in worker.failed.items() if name in names_left}
@@ -230,17 +235,16 @@ def describe_work(rows: Sequence[Row], request: Request, jobs: Sequence[Job], le
     return f"{line}; {operations(flops)} of training left, about {took} on this machine, beside starting and testing"
 
 
-@contextmanager
-def other_processes(
-    count: int, study: Study, request: Request, out: Path, only: tuple[str, ...], began: float
-) -> Iterator[None]:
-    """More processes that work in the same folder meanwhile."""
+def run_processes(count: int, study: Study, request: Request, out: Path, only: tuple[str, ...], began: float) -> None:
+    """Wait for processes that do all work: numpy has its threads from the start, and this one those of a machine."""
     context = multiprocessing.get_context("spawn")  # a fork would share a GPU's context
     found = [context.Process(target=work_beside, args=(study, request, out, only, began)) for _ in range(count)]
-    for process in found:
-        process.start()
+    with share_of_threads(count):
+        for process in found:
+            process.start()
     try:
-        yield
+        for process in found:
+            process.join()
     except BaseException as error:
         # Ctrl-C and most that end a job signal all its processes, and after a second signal a run saves nothing
         signaled = isinstance(error, Stopped | KeyboardInterrupt)
@@ -257,14 +261,30 @@ def other_processes(
             process.join()
 
 
+@contextmanager
+def share_of_threads(processes: int) -> Iterator[None]:
+    """Within this, new processes use their share of the cores for linear algebra, unless the user has set it: threads
+    of a product wait for the last one, and where there are more than cores that takes ten times as long."""
+    before = {name: os.environ.get(name) for name in THREADS}
+    share = str(max(1, (os.cpu_count() or 1) // processes))
+    os.environ.update({name: value or share for name, value in before.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+
+
 def work_beside(study: Study, request: Request, out: Path, only: tuple[str, ...], began: float) -> None:
-    """What a process of `other_processes` does; errors of jobs are in the folder."""
+    """What a process of `run_processes` does; errors of jobs are in the folder."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     rows = all_rows(study, request)
     wanted = in_order(job for seed in choose_rows(study, rows, only) for row in seed for job in row.jobs)
     try:
-        with stoppable("stopped"):
-            Worker(study, request, Place(out), rows, Console(), quiet=True, began=began).work(wanted)
+        with stoppable("stopped") as signals:
+            place, console = Place(out), Console()
+            Worker(study, request, place, rows, console, quiet=True, signals=signals, began=began).work(wanted)
     except Stopped as stop:
         raise SystemExit(stop.code) from None
 

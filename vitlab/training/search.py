@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 
 from vitlab.data.open import hold_out_validation
-from vitlab.data.resident import shared_sets
+from vitlab.data.sharing import shared_sets
 from vitlab.data.source import Data
 from vitlab.device import free_device
 from vitlab.errors import UserError
