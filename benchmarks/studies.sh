@@ -48,6 +48,6 @@ while [ "$(jobs -rp | wc -l)" -gt 0 ]; do # what there is can be fetched meanwhi
 done
 for one in "${alone[@]}"; do
   IFS=: read -ra words <<<"$one"
-  study "${words[0]}" "${words[@]:2}"
+  study "${words[0]}" "${words[@]:2}" --jobs "${words[1]:-1}"
 done
 pack

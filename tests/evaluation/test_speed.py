@@ -50,7 +50,7 @@ def test_the_fastest_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found, batch = peak_speed(small(), CPU)
     assert batch == 16
     assert found == pytest.approx(16 / 0.024)
-    assert tried == [1, 2, 4, 8, 16, 32]
+    assert tried == [1, 2, 4, 8, 16, 32, 16]  # the fastest again, for longer
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from vitlab.cli import main
 from vitlab.errors import Stopped, UserError
 from vitlab.evaluation.features import FeatureSet
 from vitlab.evaluation.fewshot import few_shot
+from vitlab.files import read_json
 from vitlab.plots.studies import Dots, Lines, Series, dots_figure, lines_figure
 from vitlab.studies.catalog import STUDIES, count_runs, find_study
 from vitlab.studies.optimizer import RATES, weight_decay
@@ -264,11 +266,33 @@ def test_what_another_process_finished_has_not_failed(tmp_path: Path) -> None:
     assert (table.lines[0].mean("x"), failed) == (1.0, {})
 
 
-def test_times_are_measured_by_one_process(tmp_path: Path) -> None:
+def test_what_is_timed_is_done_alone(tmp_path: Path) -> None:
+    """Of several processes that share the rest, by the one that waits for the others."""
     for name in ("speed", "axial"):
-        with pytest.raises(UserError, match=f"the study '{name}' measures times"):
-            run_study(STUDIES[name], make_request(STUDIES[name], quick=True), tmp_path / "out", jobs=2)
-    assert not list(tmp_path.iterdir())
+        study = find_study(name)
+        jobs = in_order(j for row in study.rows(make_request(study, quick=True), 0) for j in row.jobs)
+        timed = [job for job in jobs if isinstance(job, Measure)]
+        assert timed
+        assert all(job.timed for job in timed)
+    study = Study("s", "?", "", timed_rows, draw, seeds=1)
+    _, failed = run_study(study, make_request(study), tmp_path, jobs=2, console=QUIET)
+    assert not failed
+    timed, *others = (read_json(tmp_path / f"jobs/{name}/result.json")["numbers"] for name in ("timed", "a", "b"))
+    assert timed["pid"] == os.getpid()
+    assert os.getpid() not in {other["pid"] for other in others}
+    assert timed["begin"] > max(other["end"] for other in others)
+
+
+def timed_rows(ask: Request, seed: int) -> Iterator[Row]:
+    for name in ("timed", "a", "b"):
+        job = Measure(name, (), note_process, (), timed=name == "timed")
+        yield Row(name, {}, {"pid": Number(job, "pid", "")})
+
+
+def note_process(runs: tuple[Path, ...], folder: Path) -> Mapping[str, float]:
+    begin = time.time()
+    time.sleep(0.2)
+    return {"pid": os.getpid(), "begin": begin, "end": time.time()}
 
 
 def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,21 @@ def test_the_search_is_near_and_short(true: int) -> None:
     assert len(tried) == len(set(tried)) <= 16
 
 
+@pytest.mark.parametrize("true", [1, 7, 100, 1000, 5000])
+def test_a_good_guess_needs_few_tries_and_a_bad_one_does_no_harm(true: int) -> None:
+    for guess in (0, 1, true // 3, round(0.97 * true), true, round(1.04 * true), 3 * true, 10**6):
+        tried: list[int] = []
+
+        def fits(size: int, tried: list[int] = tried) -> bool:
+            tried.append(size)
+            return size <= true
+
+        found = search(fits, 4096, guess)
+        assert found <= min(true, 4096) < found + max(1, found // 16) + 1
+        assert len(tried) == len(set(tried)) <= (3 if 0.96 < guess / true < 1.05 else 24)
+        assert max(tried) <= 4096
+
+
 def test_small_numbers_are_exact() -> None:
     assert [search(n.__ge__, 1024) for n in range(32)] == list(range(32))
 
@@ -69,7 +84,21 @@ def test_a_gpu_holds_what_is_found() -> None:
         found = largest_batch(one, device)
         model = build(one).to(device).train()
         assert 8 < found < capacity.MOST
+        model = build(one).to(device).train()
         assert not capacity.fits(model, device, 2 * found)
         assert capacity.fits(model, device, found)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_small_batches_tell_what_fits_on_a_gpu() -> None:
+    """Where another program has all but 8 GB of it."""
+    device, one = torch.device("cuda", 0), configure("R50x1", {"image_size": 128})
+    torch.cuda.empty_cache()
+    others = torch.empty(max(0, torch.cuda.mem_get_info(device)[0] - 8 * 10**9), dtype=torch.uint8, device=device)
+    guess = capacity.expect(build(one).to(device).train(), device, capacity.MOST)
+    assert 0.8 < guess / largest_batch(one, device) < 1.2
+    del others
+    torch.cuda.empty_cache()

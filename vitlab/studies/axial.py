@@ -47,7 +47,7 @@ def rows(ask: Request, seed: int) -> Iterator[Row]:
         name = f"axial-{model}" if settings.get("attention") == "axial" else model
         run = ask.pretrain(name, seed, model, **settings)
         repeat = python("vitlab.studies.axial", "Timing", repr(timing))
-        measured = Measure(f"{run.name}-speed", (run,), timing, repeat)
+        measured = Measure(f"{run.name}-speed", (run,), timing, repeat, timed=True)
         cost = {"GFLOPs": Number(measured, "GFLOPs", ""), "ms an image": Number(measured, "ms", "")}
         numbers = ask.few_shots(run) | {"accuracy": Number(run, "accuracy")} | cost
         yield Row(name.replace("/", ""), {"family": family, "model": model}, numbers, run)
@@ -75,5 +75,4 @@ STUDY = Study(
     figure,
     paper="Axial ViTs are better than plain ones and cost more; AxialResNet is slow on the paper's machine.",
     note="All ViTs pool by mean. AxialResNet is the ResNet with axial attention in place of its 3x3 convolutions.",
-    timed=True,
 )

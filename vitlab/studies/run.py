@@ -22,7 +22,7 @@ from vitlab.studies.catalog import machine_flops
 from vitlab.studies.page import render_page
 from vitlab.studies.place import Place
 from vitlab.studies.request import Request
-from vitlab.studies.study import FewShot, Job, Outcome, Row, Study, Train, in_order
+from vitlab.studies.study import FewShot, Job, Measure, Outcome, Row, Study, Train, in_order
 from vitlab.studies.table import Table, comma_separated, make_table, markdown, shown
 from vitlab.text import counted, duration
 from vitlab.training.recipes import operations, run_flops
@@ -184,10 +184,9 @@ def run_study(
 ) -> tuple[Table, dict[str, str]]:
     """Run a study in the folder `out`, or go on with it; returns the table and the jobs that failed, with why.
 
-    `only` names the rows to run; the table shows all. `jobs` processes work at once, on one device.
+    `only` names the rows to run; the table shows all. `jobs` processes work at once, on one device; what is timed is
+    done by one when they are through.
     """
-    if study.timed and jobs > 1:
-        raise UserError(f"the study '{study.name}' measures times, which --jobs {jobs} would change; leave --jobs")
     request = request.shared(jobs)
     rows, names, place = all_rows(study, request), tuple(only), Place(out)
     chosen = choose_rows(study, rows, names)
@@ -203,9 +202,9 @@ def run_study(
     worker.print(describe_work(chosen[0], request, wanted, left))
     with stoppable(STOPPED) as worker.signals:
         worker.render(draw=True)
-        if jobs > 1:
+        if jobs > 1 and any(not is_timed(job) for job in left):
             run_processes(jobs, study, request, out, names, worker.began)
-        worker.work(wanted)  # all of it, or what processes that were killed have left
+        worker.work(wanted)  # all of it, or what is timed and what processes that were killed have left
         table = worker.render(draw=True)
     names_left = {job.name for job in wanted if place.result(job) is None}  # another process may have had more luck
     return table, {name: why for name, why in worker.failed.items() if name in names_left}
@@ -276,6 +275,10 @@ def share_of_threads(processes: int) -> Iterator[None]:
                 del os.environ[name]
 
 
+def is_timed(job: Job) -> bool:
+    return isinstance(job, Measure) and job.timed
+
+
 def work_beside(study: Study, request: Request, out: Path, only: tuple[str, ...], began: float) -> None:
     """What a process of `run_processes` does; errors of jobs are in the folder."""
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -284,7 +287,8 @@ def work_beside(study: Study, request: Request, out: Path, only: tuple[str, ...]
     try:
         with stoppable("stopped") as signals:
             place, console = Place(out), Console()
-            Worker(study, request, place, rows, console, quiet=True, signals=signals, began=began).work(wanted)
+            worker = Worker(study, request, place, rows, console, quiet=True, signals=signals, began=began)
+            worker.work([job for job in wanted if not is_timed(job)])
     except Stopped as stop:
         raise SystemExit(stop.code) from None
 

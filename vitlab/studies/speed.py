@@ -53,7 +53,7 @@ def rows(ask: Request, seed: int) -> Iterator[Row]:
             timing = Timing(model, size, ask.device, ask.quick)
             name = f"{model.replace('/', '')}-{size}"
             repeat = python("vitlab.studies.speed", "Timing", repr(timing))
-            measured = Measure(f"{name}-seed-{seed}", (), timing, repeat)
+            measured = Measure(f"{name}-seed-{seed}", (), timing, repeat, timed=True)
             numbers = {key: Number(measured, key, "") for key in ("images/s", "batch", "largest batch", "GFLOPs")}
             about = {"family": "ViT" if "/" in model else "ResNet", "model": model, "size": f"{size}"}
             yield Row(name, about, {**numbers})
@@ -82,5 +82,4 @@ STUDY = Study(
     seeds=1,
     note="Inference at the fastest batch size, and the largest batch of a training step with AdamW, both in bf16 on a "
     "GPU that has it; on a CPU the batch is counted, not tried. The paper's machine is a TPUv3 core.",
-    timed=True,
 )

@@ -194,13 +194,15 @@ class FewShot:
 class Measure:
     """A function of runs' folders, for what no verb prints: it returns numbers, and may leave files in its own folder.
 
-    `repeat` are the words of the command that a reader would type, before those of the runs' folders.
+    `repeat` are the words of the command that a reader would type, before those of the runs' folders. What is `timed`
+    needs the machine for itself: no other process of the command works meanwhile.
     """
 
     name: str
     of: tuple[Train, ...]
     function: "Callable[[tuple[Path, ...], Path], Mapping[str, float]]"  # (folders of runs, own folder) -> numbers
     repeat: tuple[str, ...]
+    timed: bool = False
 
     @property
     def needs(self) -> tuple[Train, ...]:
@@ -270,7 +272,6 @@ class Study:
     paper: str = ""  # what the paper found, in a few words
     seeds: int = 3
     note: str = ""  # how this differs from the paper's experiment
-    timed: bool = False  # it measures times, so that one process at a time may work on it
     published: tuple[tuple[str, ...], ...] = ()  # the paper's table, headings first, where its rows are not ours
 
 

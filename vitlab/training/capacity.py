@@ -12,6 +12,7 @@ from vitlab.models.variants import Model, build
 from vitlab.training.setup import free_bytes
 
 MOST = 16_384  # images of a batch, at which the search ends
+SMALL = 1 / 32  # of the free memory, which a batch takes that says enough about larger ones
 
 
 def largest_batch(config: ModelConfig, device: torch.device, most: int = MOST) -> int:
@@ -25,7 +26,7 @@ def largest_batch(config: ModelConfig, device: torch.device, most: int = MOST) -
     model = build(config).to(device).train()
     kept = [torch.zeros_like(p) for p in model.parameters() for _ in range(2)]  # AdamW's moments
     try:
-        return search(lambda batch: fits(model, device, batch), most)
+        return search(lambda batch: fits(model, device, batch), most, expect(model, device, most))
     finally:
         kept.clear()
         free_cache()
@@ -37,19 +38,39 @@ def count_batch(config: ModelConfig, memory: float, most: int) -> int:
     return max(0, min(most, int((memory - STATE * found.parameters) // (2 * found.activation_bytes))))
 
 
-def search(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that fits, or a little less: none more than a sixteenth larger does."""
+def search(fits: Callable[[int], bool], most: int, guess: int = 1) -> int:
+    """The largest number up to `most` that fits, or a little less: none more than a sixteenth larger does.
+
+    From a guess it goes up or down by a sixteenth, then by steps that double, to the first that is on the other side.
+    """
     good, bad = 0, most + 1
-    size = 1
-    while size < bad:
-        if not fits(size):
-            bad = size
+    size, step = min(max(1, guess), most), max(1, guess // 16)
+    while good < size < bad:
+        if fits(size):
+            good, size = size, min(size + step, most)
         else:
-            good, size = size, min(2 * size, most) if size < most else bad
+            bad, size = size, max(1, size - step)
+        step *= 2
     while bad - good > max(1, good // 16):
         middle = (good + bad) // 2
         good, bad = (middle, bad) if fits(middle) else (good, middle)
     return good
+
+
+def expect(model: Model, device: torch.device, most: int) -> int:
+    """About how many images fit on a GPU, by those of small batches: each further image needs as much."""
+    torch.cuda.empty_cache()
+    batch, before = 1, 0
+    while True:
+        free, allocated = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        if not fits(model, device, batch):
+            return batch // 2
+        used = torch.cuda.max_memory_allocated(device) - allocated
+        if batch >= most or used > SMALL * free:
+            each = max(1, (used - before) // max(1, batch // 2))
+            return batch + int(free - used) // each
+        batch, before = 2 * batch, used
 
 
 def fits(model: Model, device: torch.device, batch: int) -> bool:
