@@ -28,7 +28,7 @@ from vitlab.studies.catalog import STUDIES, count_runs, find_study
 from vitlab.studies.optimizer import RATES, weight_decay
 from vitlab.studies.place import Place
 from vitlab.studies.request import Request, make_request, merge, slug
-from vitlab.studies.run import all_rows, run_study
+from vitlab.studies.run import all_rows, choose_rows, run_study
 from vitlab.studies.study import FewShot, Measure, Number, Outcome, Row, Study, Train, follow_weights, in_order
 from vitlab.studies.table import Table, comma_separated, make_table, markdown
 from vitlab.training.lock import folder_lock
@@ -293,6 +293,15 @@ def note_process(runs: tuple[Path, ...], folder: Path) -> Mapping[str, float]:
     begin = time.time()
     time.sleep(0.2)
     return {"pid": os.getpid(), "begin": begin, "end": time.time()}
+
+
+def test_rows_are_named_as_models_or_as_folders_are() -> None:
+    for name in ("compute", "axial"):
+        study = find_study(name)
+        rows = all_rows(study, make_request(study, quick=True))
+        found = [choose_rows(study, rows, [model])[0] for model in ("Ti/16", "Ti16")]
+        assert found[0] == found[1]
+        assert len(found[0]) == 1
 
 
 def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

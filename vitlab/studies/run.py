@@ -21,7 +21,7 @@ from vitlab.signals import Interrupted, Signals, stoppable
 from vitlab.studies.catalog import machine_flops
 from vitlab.studies.page import render_page
 from vitlab.studies.place import Place
-from vitlab.studies.request import Request
+from vitlab.studies.request import Request, slug
 from vitlab.studies.study import FewShot, Job, Measure, Outcome, Row, Study, Train, in_order
 from vitlab.studies.table import Table, comma_separated, make_table, markdown, shown
 from vitlab.text import counted, duration
@@ -164,13 +164,13 @@ def all_rows(study: Study, request: Request) -> list[list[Row]]:
 
 
 def choose_rows(study: Study, rows: list[list[Row]], only: Iterable[str]) -> list[list[Row]]:
-    """The rows with these names; without names, all."""
-    names = [row.name for row in rows[0]]
-    chosen = list(only)
+    """The rows with these names, in which Ti/16 may be Ti16 as in a folder's name; without names, all."""
+    names, chosen = {slug(row.name): row.name for row in rows[0]}, list(only)
     for name in chosen:
-        if name not in names:
-            raise UserError(f"the study '{study.name}' has no row '{name}'; its rows are {', '.join(names)}")
-    return [[row for row in seed if not chosen or row.name in chosen] for seed in rows]
+        if slug(name) not in names:
+            raise UserError(f"the study '{study.name}' has no row '{name}'; its rows are {', '.join(names.values())}")
+    wanted = {slug(name) for name in chosen}
+    return [[row for row in seed if not wanted or slug(row.name) in wanted] for seed in rows]
 
 
 def run_study(
