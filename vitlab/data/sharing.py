@@ -7,15 +7,15 @@ from typing import Protocol, TypeVar
 from vitlab.data.source import ImageSource
 
 
-class Images(Protocol):
+class Decoded(Protocol):
     """Decoded images in a device's memory."""
 
     @property
     def bytes(self) -> int: ...
 
 
-Kept = TypeVar("Kept", bound=Images)
-_kept: dict[Hashable, Images] | None = None  # the last used at the end; None: nothing is shared
+Kept = TypeVar("Kept", bound=Decoded)
+_kept: dict[Hashable, Decoded] | None = None  # the last used at the end; None: nothing is shared
 
 
 @contextmanager
