@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitlab.kernels.attention_triton import backward_kernel, forward_kernel
 from vitlab.models.rotary import Turn
@@ -42,16 +42,14 @@ def backward_blocks(tokens: int) -> Blocks:
 
 
 def attend_layer(layer: Attention, x: Tensor, rotary: Turn | None = None) -> Tensor:
-    """What an attention layer computes. Queries and keys that have changed are packed with the values again, where
-    there will be a gradient: it is that which is faster."""
+    """What an attention layer of a model computes, without taking queries, keys and values apart."""
+    if rotary is not None:
+        return Attention.forward(layer, x, rotary)
     qkv = layer.pack(x)
-    q, k, v = layer.unpack(qkv, rotary)
-    changed = rotary is not None or not isinstance(layer.q_norm, nn.Identity)
-    if not is_supported(qkv) or (changed and not torch.is_grad_enabled()):
-        return layer.mix(F.scaled_dot_product_attention(q, k, v), x)
-    if changed:
-        qkv = torch.stack([part.transpose(1, 2).to(qkv.dtype) for part in (q, k, v)], 2)
-    return layer.mix(attend(qkv).transpose(1, 2), x)
+    if is_supported(qkv):
+        return layer.mix(attend(qkv).transpose(1, 2), x)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return layer.mix(F.scaled_dot_product_attention(q, k, v), x)
 
 
 def is_supported(qkv: Tensor) -> bool:

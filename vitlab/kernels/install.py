@@ -40,7 +40,7 @@ def use_projection(module: nn.Module) -> None:
 
 
 def use_attention(module: nn.Module, device: torch.device) -> None:
-    layers = [layer for layer in module.modules() if isinstance(layer, Attention) and layer.relative is None]
+    layers = [layer for layer in module.modules() if isinstance(layer, Attention) and is_plain(layer)]
     if layers and runs_here("attention", try_attention, device):
         from vitlab.kernels.attention import attend_layer
 
@@ -55,6 +55,11 @@ def use_dropout(module: nn.Module, device: torch.device) -> None:
 
         for layer in layers:
             layer.forward = functools.partial(drop, layer)  # type: ignore[method-assign]
+
+
+def is_plain(layer: Attention) -> bool:
+    """Whether queries and keys go into attention as they were projected."""
+    return layer.relative is None and isinstance(layer.q_norm, nn.Identity)
 
 
 # ---- trials: whether a kernel runs depends on the GPU's shared memory, a C compiler, the builds of torch and Triton

@@ -235,19 +235,16 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, rotary: Turn | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values, (B, H, N, K), and the position logits, (B, H, N, N); leading axes join B."""
-        q, k, v = self.unpack(self.pack(x), rotary)
-        return q, k, v, None if self.relative is None else self.relative(q) / math.sqrt(q.shape[-1])
+        q, k, v = self.pack(x).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = turn(self.q_norm(q), self.k_norm(k), rotary)
+        bias = None if self.relative is None else self.relative(q) / math.sqrt(q.shape[-1])
+        return q, k, v, bias
 
     def pack(self, x: Tensor) -> Tensor:
         """Queries, keys and values as one tensor, (B, N, 3, H, K)."""
         qkv = self.qkv(x)
         qkv = qkv if self.qv_bias is None else qkv + self.padded_bias().to(qkv.dtype)
         return qkv.reshape(-1, x.shape[-2], 3, self.heads, x.shape[-1] // self.heads)
-
-    def unpack(self, qkv: Tensor, rotary: Turn | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, normalized and turned, and values, (B, H, N, K)."""
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        return *turn(self.q_norm(q), self.k_norm(k), rotary), v
 
     def padded_bias(self) -> Tensor:
         """The biases of queries and values, with zeros for the keys between them."""
