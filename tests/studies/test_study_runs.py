@@ -119,7 +119,7 @@ from vitlab.studies.study import Measure, Number, Row, Study
 def wait(runs, folder):
     # work that saves what it has, as training does: in a second
     with catch_stop_signals() as signals:
-        (folder / "begun").write_text(os.environ["OPENBLAS_NUM_THREADS"])
+        (folder / "begun").write_text(os.environ["OMP_NUM_THREADS"])
         while not signals.number:
             time.sleep(0.02)
         time.sleep(1)

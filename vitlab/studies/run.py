@@ -30,7 +30,7 @@ from vitlab.training.recorder import Diverged
 
 POLL = 1.0  # seconds between looks at the jobs of other processes
 REDRAW = 30.0  # seconds before a figure is drawn again, which takes one or two while other processes wait
-THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+THREADS = "OMP_NUM_THREADS"  # which OpenBLAS and MKL read too, where they have no setting of their own
 GRACE = 20.0  # seconds in which other processes save what they have
 STOPPED = "stopped; finished rows are kept, and the same command goes on from here"
 
@@ -264,15 +264,14 @@ def run_processes(count: int, study: Study, request: Request, out: Path, only: t
 def share_of_threads(processes: int) -> Iterator[None]:
     """Within this, new processes use their share of the cores for linear algebra, unless the user has set it: threads
     of a product wait for the last one, and where there are more than cores that takes ten times as long."""
-    before = {name: os.environ.get(name) for name in THREADS}
-    share = str(max(1, (os.cpu_count() or 1) // processes))
-    os.environ.update({name: value or share for name, value in before.items()})
+    if os.environ.get(THREADS):
+        yield
+        return
+    os.environ[THREADS] = str(max(1, (os.cpu_count() or 1) // processes))
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
+        del os.environ[THREADS]
 
 
 def is_timed(job: Job) -> bool:
