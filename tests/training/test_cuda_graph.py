@@ -23,10 +23,10 @@ def test_without_a_gpu_nothing_changes(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("compiled", ["no", "yes"])
-def test_the_loss_curve_is_that_of_plain_steps(tmp_path: Path, compiled: str) -> None:
+@pytest.mark.parametrize("changes", [{"compile": "no"}, {"compile": "yes"}, {"compile": "no", "optimizer": "sgd"}])
+def test_the_loss_curve_is_that_of_plain_steps(tmp_path: Path, changes: dict[str, str]) -> None:
     """With dropout, stochastic depth, clipping, a warm-up, averages and tests between the steps."""
-    settings = {"device": "cuda", "precision": "float32", "compile": compiled}
+    settings = {"device": "cuda", "precision": "float32", **changes}
     plain = losses(tmp_path / "plain", **settings)
     found = losses(tmp_path / "graph", cuda_graph=True, **settings)
     assert len(found) == 30
@@ -37,12 +37,14 @@ def test_the_loss_curve_is_that_of_plain_steps(tmp_path: Path, compiled: str) ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_resumed_run_records_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_resumed_run_records_anew(tmp_path: Path, optimizer: str) -> None:
     """The checkpoint at step 20 of 30, resumed: the same losses as without the interruption."""
     settings: dict[str, Any] = {
         "device": "cuda",
         "precision": "float32",
         "compile": "no",
+        "optimizer": optimizer,
         "cuda_graph": True,
         "checkpoint_every": 20,
     }

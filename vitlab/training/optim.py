@@ -54,8 +54,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW (decay decoupled, times the learning rate), SGD with momentum, or Muon; with decay on kernels alone.
 
-    With `capturable` the step of AdamW or Muon can be recorded as a CUDA graph: the learning rate is a tensor on the
-    GPU. `dtype` is the precision in which Muon makes updates of its matrices; AdamW has everything else.
+    With `capturable` the step can be recorded as a CUDA graph: the learning rate is a tensor on the GPU, which of
+    torch's SGDs only the fused one reads there. `dtype` is the precision in which Muon makes updates of its matrices; AdamW has everything else.
     """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     matrices = hidden_matrices(module) if kind == "muon" else {}
@@ -64,11 +64,11 @@ def make_optimizer(
         {"params": [p for name, p in rest.items() if is_decayed(name, p)], "weight_decay": weight_decay},
         {"params": [p for name, p in rest.items() if not is_decayed(name, p)], "weight_decay": 0.0},
     ]
-    if kind == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=momentum)
-    fused = all(p.is_cuda for p in trained.values())
     device = next(iter(trained.values())).device
     lr: float | Tensor = torch.zeros((), device=device) if capturable else 0.0
+    if kind == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=capturable or None)
+    fused = all(p.is_cuda for p in trained.values())
     adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=fused, capturable=capturable)
     if kind == "adamw":
         return adamw

@@ -130,7 +130,7 @@ class Recipe:
     precision: Annotated[Precision, "auto: mixed bfloat16 where the GPU has it; fp8: with MLPs in 8 bits"] = "auto"
     compile: Annotated[Compile, "torch.compile; auto: on a GPU"] = "auto"
     cuda_graph: Annotated[
-        bool, "on one GPU without micro-batches, the step as a CUDA graph, but SGD's: for small models"
+        bool, "on one GPU without micro-batches, the step as a CUDA graph: for small models"
     ] = False
     recompute: Annotated[bool, "activation checkpointing: less memory, a third more compute"] = False
     parallel: Annotated[Parallel, "under torchrun: a complete model in each process, or its shards"] = "ddp"

@@ -286,7 +286,7 @@ class Trainer:
         if not (r.cuda_graph and self.is_one_gpu and self.parts == 1):
             return False
         # masks are drawn on the host, and recomputation keeps the random generator's state there
-        return r.optimizer != "sgd" and r.objective != "masked" and not r.recompute
+        return r.objective != "masked" and not r.recompute
 
     def replay(self, step: int) -> StepResult:
         """A step as one CUDA graph, once it is recorded."""
