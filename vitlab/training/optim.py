@@ -55,7 +55,8 @@ def make_optimizer(
     """AdamW (decay decoupled, times the learning rate), SGD with momentum, or Muon; with decay on kernels alone.
 
     With `capturable` the step can be recorded as a CUDA graph: the learning rate is a tensor on the GPU, which of
-    torch's SGDs only the fused one reads there. `dtype` is the precision in which Muon makes updates of its matrices; AdamW has everything else.
+    torch's SGDs only the fused one reads there. `dtype` is the precision in which Muon makes updates of its matrices;
+    AdamW has everything else.
     """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     matrices = hidden_matrices(module) if kind == "muon" else {}

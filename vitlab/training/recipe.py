@@ -129,9 +129,7 @@ class Recipe:
     device: Annotated[str, "auto, cpu, cuda, cuda:1 or mps"] = "auto"
     precision: Annotated[Precision, "auto: mixed bfloat16 where the GPU has it; fp8: with MLPs in 8 bits"] = "auto"
     compile: Annotated[Compile, "torch.compile; auto: on a GPU"] = "auto"
-    cuda_graph: Annotated[
-        bool, "on one GPU without micro-batches, the step as a CUDA graph: for small models"
-    ] = False
+    cuda_graph: Annotated[bool, "on one GPU without micro-batches, the step as a CUDA graph: for small models"] = False
     recompute: Annotated[bool, "activation checkpointing: less memory, a third more compute"] = False
     parallel: Annotated[Parallel, "under torchrun: a complete model in each process, or its shards"] = "ddp"
     workers: Annotated[int | None, Range(0, 1_024), "processes that read images; none: by the machine"] = None
