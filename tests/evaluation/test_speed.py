@@ -50,7 +50,13 @@ def test_the_fastest_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found, batch = peak_speed(small(), CPU)
     assert batch == 16
     assert found == pytest.approx(16 / 0.024)
-    assert tried == [1, 2, 4, 8, 16, 32, 16]  # the fastest again, for longer
+    assert tried == [1, 2, 4, 8, 16, 32, 16]  # up to the largest of a CPU; the fastest again, for longer
+
+
+def test_one_size_that_is_timed_badly_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = fake_times(monkeypatch, lambda n: 0.1 if n == 4 else 0.008 + 0.001 * n if n <= 16 else 0.004 * n)
+    assert peak_speed(small(), CPU, most=512)[1] == 16
+    assert tried == [1, 2, 4, 8, 16, 32, 64, 16]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])

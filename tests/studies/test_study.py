@@ -324,6 +324,29 @@ def test_a_log_axis_has_no_zero() -> None:
     assert not lines_figure([Lines("", "", "", [empty], share=False, log_y=True)]).axes[0].lines
 
 
+def test_a_frontier_joins_what_is_better_than_all_before_it() -> None:
+    series = Series("ViT", [1, 2, 3, 4], [[0.1], [0.3], [0.2], [0.4]])
+    axes = lines_figure([Lines("", "", "", [series], frontier=True)]).axes[0]
+    points, line = (found for found in axes.lines if len(found.get_xdata()) > 2)
+    assert (points.get_linestyle(), line.get_linestyle()) == ("None", "-")
+    assert list(points.get_xdata()) == [1, 2, 3, 4]
+    assert list(line.get_xdata()) == [1, 2, 4]
+    np.testing.assert_allclose(line.get_ydata(), [10, 30, 40])
+
+
+def test_labels_cover_neither_points_nor_each_other() -> None:
+    """Three models of nearly one cost and accuracy, whose labels would be on top of each other on one side."""
+    x, names = [0.84, 0.98, 1.06, 100], ["R26+S/16", "R101x1", "R50+S/16", "far away"]
+    figure = lines_figure([Lines("", "", "", [Series("", x, [[0.209], [0.205], [0.208], [0.3]], names)])])
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert [text.get_text() for text in axes.texts] == names
+    assert not any(box.overlaps(other) for i, box in enumerate(boxes) for other in boxes[:i])
+    points = axes.transData.transform(np.column_stack([x, [20.9, 20.5, 20.8, 30]]))
+    assert not any(box.contains(*point) for box in boxes for point in points)
+
+
 def test_a_job_is_claimed_once(tmp_path: Path) -> None:
     place, job = Place(tmp_path), Measure("job", (), count_files, ())
     with folder_lock(tmp_path / "jobs" / "job"), place.claim(job) as mine:

@@ -16,7 +16,7 @@ WARM_UP = 2  # calls before the clock starts
 GLANCE = 0.1  # of the time of the best batch, for which others are timed
 LEAST = 3  # calls that are timed, however long they take
 FASTER = 1.05  # a larger batch counts as faster from here on
-
+PATIENCE = 2  # sizes in a row that are not faster end the search: one may be timed while the machine is busy
 
 MOST_GPU, MOST_CPU = 1024, 32  # images of a batch; a CPU is as fast with few
 
@@ -36,9 +36,9 @@ def peak_speed(
 ) -> tuple[float, int]:
     """Images per second in inference, and the batch at which that is reached.
 
-    Batches double up to `most` while they are faster by 5 % and fit; the fastest is then timed for about `seconds`. A
-    GPU that has bf16 computes in it, with the weights in float32. The images are random: reading and decoding are not
-    part of it.
+    Batches double up to `most` while they fit, until two in a row are not faster by 5 % than the fastest, which is then
+    timed for about `seconds`. A GPU that has bf16 computes in it, with the weights in float32. The images are random:
+    reading and decoding are not part of it.
     """
     most = most or (MOST_GPU if device.type == "cuda" else MOST_CPU)
     with eval_mode(model, device):
@@ -47,17 +47,19 @@ def peak_speed(
 
 
 def fastest_batch(model: Model, device: torch.device, seconds: float, most: int) -> int:
-    best, at, batch = 0.0, 0, 1
-    while batch <= most:
+    best, at, batch, misses = 0.0, 0, 1, 0
+    while batch <= most and misses < PATIENCE:
         try:
             speed = batch / call_seconds(make_call(model, device, batch), device, seconds)
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
             break
-        if speed < FASTER * best:
-            break
-        best, at, batch = speed, batch, 2 * batch
+        if speed >= FASTER * best:
+            best, at, misses = speed, batch, 0
+        else:
+            misses += 1
+        batch *= 2
     if not at:
         raise UserError(f"one image of this model does not fit in the memory of {device}")
     return at

@@ -20,6 +20,8 @@ Floats = NDArray[np.floating[Any]]
 WIDTH = 7.2  # inches: a page
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 FAINT_ALPHA = 0.45
+SIDES = ((4, 3), (4, -3), (-4, 3), (-4, -3))  # points from the middle of a marker to its label
+MARK = 4.0  # pixels from the middle of a marker to its edge
 FEW = 5  # values of x that are their own ticks
 
 
@@ -46,6 +48,7 @@ class Lines:
     log_y: bool = False
     full: bool = False  # shares from 0 to 100 %
     share: bool = True  # in per cent
+    frontier: bool = False  # a line joins only the points that are better than all to their left
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,30 @@ def lines_figure(panels: Sequence[Lines]) -> "Figure":
             axes.axis("off")
         if len(names) > 1:
             add_legend(figure, free[0] if len(free) else None)
+        place_labels(figure)
     return figure
+
+
+def place_labels(figure: "Figure") -> None:
+    """Put each label on the side of its point where it covers no point and no earlier label, if there is one."""
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        points = [axes.transData.transform(label.xy) for label in axes.texts]  # type: ignore[attr-defined]
+        taken = [Bbox.from_extents(x - MARK, y - MARK, x + MARK, y + MARK) for x, y in points]
+        for label in axes.texts:
+            covered = [covers(label, side, taken) for side in SIDES]
+            covers(label, SIDES[covered.index(min(covered))], taken)  # which also puts it there
+            taken.append(label.get_window_extent())
+
+
+def covers(label: Any, side: tuple[int, int], others: Sequence[Any]) -> int:
+    """Put a label on a side of its point; return how many others it covers there."""
+    x, y = side
+    label.set(position=side, ha="left" if x > 0 else "right", va="bottom" if y > 0 else "top")
+    box = label.get_window_extent()
+    return sum(box.overlaps(other) for other in others)
 
 
 def add_legend(figure: "Figure", free: Any) -> None:
@@ -103,23 +129,26 @@ def draw_lines(axes: Any, panel: Lines, names: Sequence[str]) -> None:
         x = [each[0] for each in shown]
         mean = [scale * float(np.mean(each[1])) for each in shown]
         spread = [scale * float(np.std(each[1], ddof=1)) if len(each[1]) > 1 else 0.0 for each in shown]
-        style = {"alpha": FAINT_ALPHA, "linestyle": "--"} if panel.faint else {"linestyle": "-"}
+        alpha, dashes = (FAINT_ALPHA, "--") if panel.faint else (1.0, "-")
+        line: Any = {"color": color, "linewidth": 1.4, "alpha": alpha}
         axes.errorbar(
             x,
             mean,
-            spread,
-            color=color,
+            spread if any(spread) else None,
             marker=marker,
             markersize=5,
-            linewidth=1.4,
             capsize=2.5,
             label=series.name,
-            **style,
+            linestyle="none" if panel.frontier else dashes,
+            **line,
         )
+        if panel.frontier:
+            best = [i for i, value in enumerate(mean) if value > max(mean[:i], default=0.0)]
+            axes.plot([x[i] for i in best], [mean[i] for i in best], linestyle=dashes, **line)
         for at, height, (_, _, i) in zip(x, mean, shown, strict=True):
             if i < len(series.labels):
                 axes.annotate(
-                    series.labels[i], (at, height), (4, 3), textcoords="offset points", fontsize=6.5, color=INK
+                    series.labels[i], (at, height), SIDES[0], textcoords="offset points", fontsize=6.5, color=INK
                 )
     if panel.log:
         scale_by_decades(axes, [x for series in panel.series for x in series.x])

@@ -17,6 +17,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "hybrid": ("R26+Ti/16", "R26+S/16", "R50+S/16", "R50+B/16"),
     "ResNet": ("R50x1", "R101x1", "R50x2", "R101x2"),
 }
+COST = "pre-training cost, exaFLOPs"
 #        in --quick: model, settings
 QUICK: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "ViT": (("Ti/16", {}), ("Ti/8", {}), ("S/8", {"depth": 4, "width": 64, "mlp": 256, "heads": 4})),
@@ -45,12 +46,12 @@ def figure(table: Table) -> "Figure":
             )
             x = [(line.flops or 0) / 1e18 for line in lines]
             series.append(Series(family, x, [line.values[key] for line in lines], [line.name for line in lines]))
-        panels.append(Lines(f"{key}, here", "pre-training cost, exaFLOPs", "accuracy, %", series))
+        panels.append(Lines(f"{key}, here", COST, "accuracy, %", series, frontier=True))
     paper = []
     for family in FAMILIES:
         points = sorted((row.exaflops, row.imagenet / 100) for row in COMPUTE if row.family == family)
         paper.append(Series(family, [cost for cost, _ in points], [[score] for _, score in points]))
-    panels.append(Lines("the paper, ImageNet", "pre-training cost, exaFLOPs", "accuracy, %", paper, faint=True))
+    panels.append(Lines("the paper, ImageNet", COST, "accuracy, %", paper, faint=True, frontier=True))
     return lines_figure(panels)
 
 
@@ -63,7 +64,8 @@ STUDY = Study(
     paper="ViTs need 2 to 4 times less compute than ResNets for the same accuracy; hybrids lead at small budgets, and "
     "the difference vanishes at large ones.",
     seeds=1,
-    note="All models see the same images for the same number of steps; the paper's see 7 or 14 epochs of JFT-300M.",
+    note="All models see the same images for the same number of steps; the paper's see 7 or 14 epochs of JFT-300M. "
+    "Lines join the models that are better than all cheaper ones of their family.",
     published=(
         ("model", "epochs", "exaFLOPs", "ImageNet, %"),
         *((row.model, f"{row.epochs}", f"{row.exaflops:,.0f}", f"{row.imagenet:.2f}") for row in COMPUTE),

@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 TARGETS = {"mean": "3-bit mean color", "4x4": "4x4 of 3-bit colors", "pixels": "full patch, L2"}
 RATES = (0.5, 0.15)  # of corrupted patches
 PAPER = "ImageNet, B/16"
+# The last two follow from "2 % better than from scratch, 4 % worse than supervised pre-training".
+PUBLISHED = {"mean-50": 0.799, "scratch": 0.779, "supervised": 0.839}
 
 
 def rows(ask: Request, seed: int) -> Iterator[Row]:
     """Every row is fine-tuned; a masked model's pre-training uses no labels."""
     supervised = ask.pretrain("supervised", seed)
     about = {"pre-training": "supervised", "corrupted": ""}
-    yield Row("supervised", about, ask.transfers(supervised, seed), supervised)
+    yield Row("supervised", about, ask.transfers(supervised, seed), supervised, published("supervised"))
     for target, words in TARGETS.items():
         for rate in RATES:
             name = f"{target}-{100 * rate:g}"
@@ -32,10 +34,14 @@ def rows(ask: Request, seed: int) -> Iterator[Row]:
             }
             run = ask.pretrain(name, seed, **own)
             about = {"pre-training": words, "corrupted": f"{100 * rate:g} %"}
-            paper = {PAPER: 0.799} if (target, rate) == ("mean", 0.5) else {}
-            yield Row(name, about, ask.transfers(run, seed), run, paper)
+            yield Row(name, about, ask.transfers(run, seed), run, published(name))
     numbers = ask.transfers(None, seed, "scratch")
-    yield Row("scratch", {"pre-training": "none, from scratch", "corrupted": ""}, numbers)
+    about = {"pre-training": "none, from scratch", "corrupted": ""}
+    yield Row("scratch", about, numbers, paper=published("scratch"))
+
+
+def published(name: str) -> dict[str, float]:
+    return {PAPER: PUBLISHED[name]} if name in PUBLISHED else {}
 
 
 def figure(table: Table) -> "Figure":

@@ -56,7 +56,7 @@ def figure(table: Table) -> "Figure":
         lines.sort(key=lambda line: line.flops or 0)
         labels = ["" if line.name == "base" else line.name.partition("-")[2] for line in lines] if axis != "all" else []
         x = [(line.flops or 0) / base for line in lines]
-        series.append(Series(axis, x, [line.values[key] for line in lines], labels))
+        series.append(Series("MLP" if axis == "mlp" else axis, x, [line.values[key] for line in lines], labels))
     return lines_figure([Lines(f"{key}, by shape", "compute relative to the base", "accuracy, %", series)])
 
 
