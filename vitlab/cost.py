@@ -6,7 +6,7 @@ many models.
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vitlab.errors import UserError
@@ -100,6 +100,13 @@ def forward_flops(config: ModelConfig) -> int:
     block = 2 * tokens * (4 * c.width**2 + mlp) + 4 * tokens**2 * c.width  # dense layers, attention
     head = 2 * c.width * c.prelogits + 2 * c.features * c.classes
     return stem + embed + c.depth * block + head
+
+
+def masked_flops(config: ViTConfig, target: str) -> int:
+    """Operations of one image in masked patch prediction: every patch has a head, and there is no other."""
+    outputs = {"mean": 512, "4x4": 16 * 512, "pixels": 3 * config.stride**2}[target]
+    body = forward_flops(replace(config, classes=0, prelogits=0))
+    return body + 2 * config.grid[0] * config.grid[1] * config.width * outputs
 
 
 @dataclass(frozen=True)

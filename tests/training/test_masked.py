@@ -7,15 +7,19 @@ import pytest
 import torch
 from families import family
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import vitlab
 from vitlab.data.loader import Batch
 from vitlab.errors import UserError
-from vitlab.models.config import Preprocess
+from vitlab.models.config import Preprocess, ViTConfig
+from vitlab.models.names import configure
 from vitlab.models.variants import build
 from vitlab.models.vit import ViT
-from vitlab.training.masked import MaskedPatches, PatchPrediction, corrupt
-from vitlab.training.patch_targets import COLORS, Colors
+from vitlab.training.masked import Corruption, MaskedPatches, PatchPrediction, corrupt
+from vitlab.training.patch_targets import COLORS, Colors, TargetName, make_target
+from vitlab.training.recipe import override
+from vitlab.training.recipes import find, run_flops
 
 PATCHES = 196
 IMAGES = 600  # 117,600 patches
@@ -107,6 +111,23 @@ def small() -> MaskedPatches:
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     return model
+
+
+@pytest.mark.parametrize("target", ["mean", "4x4", "pixels"])
+@pytest.mark.parametrize("model", ["Ti/8", "R26+Ti/16"])
+def test_a_run_costs_what_torch_counts(model: str, target: TargetName) -> None:
+    settings = f"objective=masked masked_target={target} model={model} image_size=32 batch=8 steps=10"
+    recipe = override(find("study").recipe, settings.split())
+    config = configure(recipe.model, recipe.model_settings | {"image_size": recipe.image_size, "classes": 0})
+    assert isinstance(config, ViTConfig)
+    with torch.device("meta"):
+        vit, images = ViT(config), torch.empty(2, 3, 32, 32)
+        masked = MaskedPatches(vit, make_target(target, Preprocess(), config).outputs)
+    patches = config.grid[0] * config.grid[1]
+    chosen, other = (torch.empty(2, patches, dtype=kind, device="meta") for kind in (torch.bool, torch.long))
+    with FlopCounterMode(display=False) as counter:
+        masked(images, Corruption(chosen, chosen, chosen, other))
+    assert run_flops(recipe) == 3 * counter.get_total_flops() / 2 * 8 * 10
 
 
 def test_embeddings_are_replaced_as_chosen() -> None:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from vitlab.cost import BACKWARD, forward_flops
+from vitlab.cost import BACKWARD, forward_flops, masked_flops
 from vitlab.errors import UserError
-from vitlab.models.config import ModelConfig, Preprocess
+from vitlab.models.config import ModelConfig, Preprocess, ViTConfig
 from vitlab.models.names import SIZES, configure
 from vitlab.settings import parse_settings
 from vitlab.text import counted
@@ -292,11 +292,18 @@ def run_flops(recipe: Recipe, model: ModelConfig | None = None) -> float:
     images = recipe.steps * recipe.batch if recipe.steps else (recipe.epochs or 0) * IMAGES[recipe.data]
     settings = {"classes": 1000, "image_size": recipe.image_size}
     config = configure(recipe.model, recipe.model_settings | settings) if model is None else model
-    each: float = forward_flops(config)
+    each: float = image_flops(recipe, config)
     if recipe.small_size is not None:
-        small = forward_flops(dataclasses.replace(config, image_size=recipe.small_size))
+        small = image_flops(recipe, dataclasses.replace(config, image_size=recipe.small_size))
         each += recipe.small_start * (small - each)
     return (1 + BACKWARD) * each * images
+
+
+def image_flops(recipe: Recipe, config: ModelConfig) -> int:
+    """Operations of a forward pass in training; masked patches have a head of their own in place of the model's."""
+    if recipe.objective == "masked" and isinstance(config, ViTConfig):
+        return masked_flops(config, recipe.masked_target)
+    return forward_flops(config)
 
 
 def length(recipe: Recipe) -> str:
