@@ -107,3 +107,24 @@ def postponed() -> Iterator[None]:
         yield
     if signals.number:
         signal.raise_signal(signals.number)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Start processes in which SIGINT waits for `let_through`: until they have a handler it would be a traceback."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    from multiprocessing.resource_tracker import ensure_running  # takes 12 ms
+
+    ensure_running()  # whose start would let it through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def let_through() -> None:
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from vitlab.cost import cost, forward_flops
 from vitlab.errors import UserError
@@ -16,6 +17,12 @@ from vitlab.studies.results import data_names, published_columns, read_column, t
 from vitlab.training.setup import read_run
 
 Command = Callable[..., tuple[int, str, str]]
+
+
+def small_run(tmp_path: Path, command: Command) -> Path:
+    words = ["depth=1", "width=16", "mlp=16", "heads=2", "steps=3", "batch=16", "warmup=0", "workers=0", "device=cpu"]
+    assert command("train", "digits", *words, "--out", str(tmp_path / "run"))[0] == 0
+    return tmp_path / "run"
 
 
 def test_published_rows_are_marked(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,12 +97,52 @@ def test_results_of_a_transfer_a_search_and_an_evaluation(tmp_path: Path) -> Non
         read_column(write("odd/results.json", {"a": 1}))
 
 
+def test_what_is_no_accuracy_of_a_test_set_does_not_stand_in_its_column(tmp_path: Path) -> None:
+    def write(name: str, content: object) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content))
+        return str(path.parent)
+
+    def scores(data: str, split: str) -> dict[str, object]:
+        return {"model": "m", "data": data, "split": split, "top1": {"value": 0.5}}
+
+    summary = {"accuracy": {"mean": 0.9, "std": 0.01}}
+    masked = {"recipe": {"data": "pets", "objective": "masked"}, "summary": summary, "runs": {"0": {}, "1": {}}}
+    assert read_column(write("masked/search.json", masked)).scores == {}  # of colors
+    labels = {"recipe": {"data": "photos"}, "summary": {"map": {"mean": 0.5, "std": None}}, "runs": {"0": {}}}
+    assert read_column(write("labels/search.json", labels)).scores == {"photos, mAP": (50, None)}
+    begun = read_column(write("begun/search.json", {"recipe": {"data": "pets"}, "summary": {}, "runs": {}}))
+    assert (begun.scores, begun.note) == ({}, "no seed is done yet")
+    none = read_column(write("vtab/results.json", {"means": {}, "tasks": {}}))
+    assert (none.scores, none.note) == ({}, "VTAB: no task is done yet")
+    titles = {"test": "ObjectNet", "all": "ObjectNet", "train": "ObjectNet, train"}
+    for split, title in titles.items():
+        assert list(read_column(write("tested/scores.json", scores("sets/objectnet/", split))).scores) == [title]
+
+
+def test_a_run_that_was_tested_on_another_set_keeps_its_own_score(tmp_path: Path, command: Command) -> None:
+    folder = small_run(tmp_path, command)
+    before = read_column(str(folder)).scores
+    assert list(before) == ["digits"]
+    photos = tmp_path / "objectnet"
+    for name in ("0", "1"):
+        (photos / name).mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (32, 32), (40 * number, 9, 9)).save(photos / name / f"{number}.png")
+    code, _, err = command("evaluate", str(folder), str(photos), "--split", "all", "--out", str(folder))
+    assert code == 0, err
+    found = read_column(str(folder)).scores
+    assert list(found) == ["digits", "ObjectNet"]
+    assert found["digits"] == pytest.approx(before["digits"])
+    assert command("evaluate", str(folder), "digits", "--split", "train", "--out", str(folder))[0] == 0
+    assert list(read_column(str(folder)).scores) == ["digits", "digits, train"]
+
+
 @pytest.mark.slow
 def test_a_run_beside_the_published(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "250")
-    folder = tmp_path / "run"
-    words = ["depth=1", "width=16", "mlp=16", "heads=2", "steps=3", "batch=16", "warmup=0", "workers=0", "device=cpu"]
-    assert command("train", "digits", *words, "--out", str(folder))[0] == 0
+    folder = small_run(tmp_path, command)
     code, out, err = command("results", str(folder))
     assert code == 0, err
     assert (out.count("(published)"), out.count("(yours)")) == (6, 1)

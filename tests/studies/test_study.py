@@ -1,5 +1,6 @@
 """Studies: what is asked, jobs that are run once, errors, tables; and every study of the catalog as data."""
 
+import contextlib
 import csv
 import io
 import json
@@ -7,14 +8,17 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
 
 import vitlab
@@ -227,6 +231,130 @@ def test_what_needs_a_failed_run_fails_with_it(tmp_path: Path) -> None:
         (out / "jobs/run-seed-0/run/log.jsonl").unlink(missing_ok=True)
     assert not (out / "jobs/run-seed-0/run/log.jsonl").exists()
     assert "not finished yet" not in (out / "study.html").read_text()
+
+
+def test_a_diverged_run_that_was_removed_runs_again_with_what_needs_it(
+    finished: tuple[Path, Request, Table], tmp_path: Path
+) -> None:
+    done, request, table = finished
+    shutil.copytree(done, out := tmp_path / "out")
+    run, lost = "dropout-0-seed-0", "dropout-0-seed-0-count"
+    for name, why in ((run, "the run diverged"), (lost, f"{run} diverged")):
+        path = out / "jobs" / name / "result.json"
+        path.write_text(json.dumps(read_json(path) | {"numbers": {}, "diverged": why}))
+    again, _ = run_study(SMALL, request, out, console=QUIET)
+    assert "1 diverged" in markdown(again)
+    (out / f"jobs/{run}/result.json").unlink()
+    again, failed = run_study(SMALL, request, out, console=QUIET)
+    assert not failed
+    assert "diverged" not in markdown(again)
+    assert comma_separated(again) == comma_separated(table)
+
+
+def test_a_run_without_its_model_runs_again_where_it_is_needed(
+    finished: tuple[Path, Request, Table], tmp_path: Path
+) -> None:
+    done, request, table = finished
+    shutil.copytree(done, out := tmp_path / "out")
+    for path in out.glob("jobs/*/run/model.safetensors"):
+        path.unlink()
+    (out / "jobs/dropout-0-seed-0-count/result.json").unlink()
+    again, failed = run_study(SMALL, request, out, console=QUIET)
+    assert not failed
+    assert [path.parts[-3] for path in out.glob("jobs/*/run/model.safetensors")] == ["dropout-0-seed-0"]
+    assert again.lines[0].values["accuracy"] == table.lines[0].values["accuracy"]
+
+
+OTHER_PROCESS = """
+import sys
+from pathlib import Path
+from vitlab.studies.place import Place
+
+for how in sys.stdin:
+    with Place(Path(sys.argv[1])).machine(alone=how == "alone\\n") as free:
+        print(free, flush=True)
+        sys.stdin.readline()
+    print("through", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def other_process(folder: Path) -> Iterator[Callable[[str], str]]:
+    """Another process that works in a folder: told how, it begins, and the next word ends it."""
+    command = [sys.executable, "-c", OTHER_PROCESS, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as other:
+
+        def tell(word: str) -> str:
+            assert other.stdin is not None
+            assert other.stdout is not None
+            other.stdin.write(f"{word}\n")
+            return other.stdout.readline().strip()
+
+        yield tell
+
+
+def test_what_is_timed_has_the_machine_for_itself(tmp_path: Path) -> None:
+    with other_process(tmp_path) as tell:
+        for theirs, mine, expected in (
+            ("beside", False, True),
+            ("beside", True, False),
+            ("alone", False, False),
+            ("alone", True, False),
+        ):
+            assert tell(theirs) == "True"
+            with Place(tmp_path).machine(alone=mine) as free:
+                assert free == expected, (theirs, mine)
+            assert tell("enough") == "through"
+            with Place(tmp_path).machine(alone=mine) as free:
+                assert free
+
+
+def test_timed_jobs_wait_while_others_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job that takes times runs once the other process is through."""
+    monkeypatch.setattr("vitlab.studies.run.POLL", 0.05)
+    order: list[str] = []
+
+    def both(ask: Request, seed: int) -> Iterator[Row]:
+        yield Row("first", {}, {"x": Number(Measure("first", (), timed, (), timed=True), "x", "")})
+        yield Row("second", {}, {"x": Number(Measure("second", (), plain, ()), "x", "")})
+
+    def timed(runs: tuple[Path, ...], folder: Path) -> Mapping[str, float]:
+        order.append("timed")
+        return {"x": 2.0}
+
+    study = Study("two", "?", "", both, lambda table: dots_figure([Dots("", "", ["a"], [[1.0]])]), seeds=1)
+    with other_process(tmp_path) as tell:
+        assert tell("beside") == "True"
+
+        def plain(runs: tuple[Path, ...], folder: Path) -> Mapping[str, float]:
+            order.append("plain")
+            assert tell("enough") == "through"
+            return {"x": 1.0}
+
+        _, failed = run_study(study, make_request(study), tmp_path, console=QUIET)
+    assert not failed
+    assert order == ["plain", "timed"]
+
+
+def test_what_has_no_accuracy_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="objective=masked has none"):
+        make_request(SMALL, ["objective=masked"])
+    (tmp_path / "images").mkdir()
+    lines = []
+    for number in range(8):
+        Image.new("RGB", (16, 16), (30 * number, 0, 0)).save(tmp_path / f"images/{number}.png")
+        lines.append(f"images/{number}.png,{'red;round' if number % 2 else 'round'}")
+    (tmp_path / "labels.csv").write_text("image,labels\n" + "\n".join(lines) + "\n")
+    request = make_request(SMALL, [f"data={tmp_path / 'labels.csv'}", *TINY[:-1]], quick=True)
+    with pytest.raises(UserError, match="several labels, and studies measure accuracy"):
+        run_study(SMALL, request, tmp_path / "out", console=QUIET)
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_of_a_study_need_its_name(command: Callable[..., tuple[int, str, str]]) -> None:
+    for words in (["--only", "none"], ["--jobs", "2"], ["--out", "x"]):
+        code, _, err = command("study", *words)
+        assert (code, f"{words[0]} needs the name of a study" in err) == (1, True)
 
 
 def one_number(x: float = 1.0, figure: Any = None) -> Study:

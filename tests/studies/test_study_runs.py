@@ -176,6 +176,24 @@ def test_work_of_killed_processes_is_done_by_the_first(complete: Path, tmp_path:
     assert (out / "table.csv").read_bytes() == (complete / "table.csv").read_bytes()
 
 
+def test_ctrl_c_stops_processes_that_are_about_to_start(tmp_path: Path) -> None:
+    """They import for seconds, in which Python has its own handler."""
+    for place, wait in enumerate((0.1, 1.5)):
+        command = [str(program("vitlab")), "study", "positions", *FEW, "--jobs", "2", "--out", f"{tmp_path}/{place}"]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1, start_new_session=True
+        )
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        before = next(line for line in lines if " jobs, " in line)
+        time.sleep(wait)
+        os.killpg(process.pid, signal.SIGINT)
+        text = before + "".join(lines)
+        assert process.wait(LIMIT) == 128 + signal.SIGINT, text
+        assert "Traceback" not in text
+        assert "the same command goes on from here" in text
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_it_and_the_same_command_goes_on(number: int, complete: Path, tmp_path: Path) -> None:
     out = tmp_path / "runs/study-positions-quick"

@@ -151,6 +151,17 @@ def test_targets_that_are_there_run_and_one_that_fails_stops_no_other(
     assert not list(out.rglob("model.safetensors"))
     code, _, err = command(*words, "momentum=0.8")
     assert (code, "were made with other settings" in err) == (1, True)
+    # another order, other workers and more seeds are the same work, and some more
+    more = [pair for pair in reversed(SMALL) if not pair.startswith(("seeds=", "workers="))] + ["workers=1", "seeds=3"]
+    code, _, err = command(*words[: -len(SMALL)], *more)
+    assert code == 0, err
+    assert {path: path.stat().st_mtime_ns for path in logs} == logs
+    first, stored = stored, json.loads((out / "results.json").read_text())["targets"]
+    for name in ("pets", "flowers"):
+        assert len(stored[name]["accuracies"]) == 3
+        assert stored[name]["accuracies"][:2] == first[name]["accuracies"]
+    code, _, err = command(*words)
+    assert (code, "were made with 3 seeds, not 2" in err) == (1, True)
 
 
 @pytest.mark.slow
@@ -168,22 +179,40 @@ def test_a_row_is_what_train_gives_by_hand(run: Path, tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), ours.parameters(), strict=True))
 
 
-@pytest.mark.slow
-def test_vtab_is_run_once_for_each_seed(run: Path, tmp_path: Path) -> None:
+def make_vtab(root: Path) -> None:
     for task in ("cifar", "kitti"):
-        folder = tmp_path / "sets" / "vtab-1k" / task
+        folder = root / "vtab-1k" / task
         folder.mkdir(parents=True)
         for i in range(8):
             pixels = np.random.default_rng(i).integers(0, 256, (16, 16, 3), np.uint8)
             Image.fromarray(pixels).save(folder / f"{i}.png")
         for name in ("train800", "val200", "train800val200", "test"):
             (folder / f"{name}.txt").write_text("".join(f"{i}.png {i % 4}\n" for i in range(8)))
+
+
+@pytest.mark.slow
+def test_vtab_is_run_once_for_each_seed(run: Path, tmp_path: Path) -> None:
+    make_vtab(tmp_path / "sets")
     settings = tuple(pair for pair in SMALL if not pair.startswith("lr="))
     done = run_transfer(str(run), tmp_path / "sets", tmp_path / "out", settings=settings, console=QUIET)
     row = done.results["vtab"]
     assert (row.images, len(row.accuracies), row.lr) == (2, 2, 0.01)
     stored = [json.loads((tmp_path / "out/vtab" / f"seed-{s}/results.json").read_text()) for s in (0, 1)]
     assert row.accuracies == tuple(each["means"]["all"]["mean"] for each in stored)
+
+
+@pytest.mark.slow
+def test_vtab_has_the_settings_and_a_learning_rate_for_each_task(run: Path, tmp_path: Path) -> None:
+    make_vtab(tmp_path / "sets")
+    done = run_transfer(
+        str(run), tmp_path / "sets", tmp_path / "out", settings=(*SMALL, "warmup=2", "seeds=1"), console=QUIET
+    )
+    assert done.results["vtab"].lr is None
+    assert "| VTAB (19 tasks) | 2 | by task | 1 |" in (tmp_path / "out/table.md").read_text()
+    for task in ("cifar", "kitti"):
+        recipe = json.loads((tmp_path / f"out/vtab/seed-0/{task}/recipe.json").read_text())["recipe"]
+        assert recipe["warmup"] == 2
+        assert recipe["lr"] in (0.01, 0.1)
 
 
 @pytest.mark.slow

@@ -43,6 +43,9 @@ def study(
     may run the same command in one folder and share the rows. A row that fails is noted, and the others run.
     """
     if name is None or "=" in name:
+        given = {"--out": out is not None, "--only": only is not None, "--jobs": jobs > 1}
+        if option := next((option for option, is_given in given.items() if is_given), None):
+            raise UserError(f"{option} needs the name of a study; `vitlab study` alone lists them")
         print_studies([*([name] if name else []), *(settings or [])], quick=quick)
         return
     with stoppable("stopped before the first run; the same command starts again"):

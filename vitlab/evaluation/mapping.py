@@ -40,7 +40,9 @@ def read_mapping(path: Path) -> ClassMapping:
         raise UserError(f"{path} cannot be read: {brief(error)}") from None
     words = {name: tuple(dict.fromkeys(read_words(path, name, value))) for name, value in stored.items()}
     if not words:
-        raise UserError(f"{path} maps no class; write the set's classes and the model's, {{'cat': ['tabby', 'lynx']}}")
+        raise UserError(
+            f'{path} maps no class; write the set\'s classes and the model\'s, {{"cat": ["tabby", "lynx"]}}'
+        )
     return ClassMapping(str(path), words)
 
 

@@ -5,6 +5,7 @@ OUT/jobs/NAME/run              the run folder of a training run
 OUT/jobs/NAME/result.json      a finished job: its command and its numbers, or how it diverged
 OUT/jobs/NAME/error.json       a job that failed the last time; the next call tries it again
 OUT/jobs/NAME/.lock            locked by the process that runs the job; the system drops the lock with the process
+OUT/.machine-HOST              shared by the processes of a machine; one that measures times has it for itself
 OUT/table.csv, table.md, study.html                      written again after every finished row
 OUT/figure.png, figure.svg                               the same, but for the last half minute; complete at the end
 
@@ -14,20 +15,21 @@ done or is doing.
 
 import json
 import math
+import socket
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from vitlab.errors import UserError
 from vitlab.files import file_lock, read_json, remove, write_errors, write_text
 from vitlab.settings import check_value
-from vitlab.studies.request import Request
-from vitlab.studies.study import Job, Outcome, Study, job_folder
-from vitlab.training.lock import Held, folder_lock
+from vitlab.studies.request import Request, slug
+from vitlab.studies.study import Job, Outcome, Study, Train, job_folder
+from vitlab.training.lock import HELD, Held, folder_lock
 from vitlab.training.recipe import LOOSE
 
 ABOUT, RESULT, ERROR = "study.json", "result.json", "error.json"
@@ -103,17 +105,31 @@ class Place:
                 job.clean(self.out)
 
     def renew(self, jobs: Sequence[Job]) -> None:
-        """Forget finished runs whose folders were removed, where a job that is left needs their models: they run again.
+        """Forget what has to be done again: what could not be measured since a run diverged whose result was removed
+        then; and finished runs whose models were removed, where a job that is left needs them.
 
         `jobs` has what a job needs before it.
         """
+        for job in jobs:
+            found = self.result(job)
+            lost = [need for need in job.needs if found is not None and found.diverged == diverged(need)]
+            if any(self.result(need) is None for need in lost):
+                remove(job_folder(self.out, job) / RESULT)
         for job in reversed(jobs):
             if self.result(job) is not None:
                 continue
             for need in job.needs:
                 found = self.result(need)
-                if found is not None and not found.diverged and not need.folder(self.out).exists():
+                model = need.folder(self.out) / "model.safetensors"
+                if found is not None and not found.diverged and not model.exists():
                     remove(job_folder(self.out, need) / RESULT)
+
+    @contextmanager
+    def machine(self, *, alone: bool) -> Iterator[bool]:
+        """Have this machine with the study's other processes, or `alone`; False where that is not possible now."""
+        path = self.out / f".machine-{slug(socket.gethostname())}"
+        with path.open("a+") as file:
+            yield try_lock(file, shared=not alone)
 
     def write_error(self, job: Job, error: Exception) -> None:
         """Note that a job failed; an error that is none of the user's keeps its traceback for a report."""
@@ -140,6 +156,24 @@ class Place:
             yield self.result(job) is None
         finally:
             lock.__exit__(None, None, None)
+
+
+def try_lock(file: TextIO, *, shared: bool) -> bool:
+    """Whether this process has a file's lock now, until it closes it; True where the system has no locks."""
+    try:
+        import fcntl
+
+        fcntl.lockf(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except ImportError:
+        return True
+    except OSError as error:
+        return error.errno not in HELD
+    return True
+
+
+def diverged(need: Train) -> str:
+    """Why a job has no numbers whose run diverged."""
+    return f"{need.name} diverged"
 
 
 def check_same(out: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:

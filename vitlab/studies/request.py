@@ -187,6 +187,10 @@ def make_request(study: Study, pairs: Iterable[str] = (), *, quick: bool = False
             fix = "seeds=3 runs three seeds" if key == "seed" else "steps= sets the length" if key in LENGTHS else ""
             raise UserError(f"'{key}' cannot be set here: the study sets it" + (f"; {fix}" if fix else ""))
         value = parse_settings([pair], known)
+        if value.get("objective") == "masked":
+            raise UserError(
+                "studies measure accuracy, and objective=masked has none; `vitlab study masked` compares it"
+            )
         if key in annotations(StudySettings):
             own |= value
         else:

@@ -6,7 +6,7 @@ from its recipe. Files may come from anywhere, so all of them are read with care
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from vitlab.report.history import read_history
 from vitlab.report.make import SCORES
 from vitlab.studies.published import DATA, PUBLISHED, Score
 from vitlab.studies.transfer import RESULTS, TARGETS
+from vitlab.text import counted
 from vitlab.training.log import LOG, last_report
 from vitlab.training.recipe import is_settled
 from vitlab.training.recipes import run_flops
@@ -77,7 +78,7 @@ def read_column(place: str) -> Column:
             return read_one(place, folder, stored)
         if (folder / SCORES).is_file():
             scores = read_json(folder / SCORES)
-            return Column(place, top1(scores, str(scores["data"])), note=f"{scores['model']}, by evaluate")
+            return Column(place, evaluated(scores, str(scores["data"])), note=f"{scores['model']}, by evaluate")
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"the results in {place} cannot be read ({type(error).__name__}: {error})") from None
     fix = "name the folder of a run, a search, a transfer, or one that `vitlab evaluate --out` wrote"
@@ -90,25 +91,30 @@ def read_results(place: str, folder: Path) -> Column:
     if "targets" in about:
         scores = {each["title"]: percent(each["mean"], each["std"]) for each in about["targets"].values()}
         return Column(place, scores, note=f"transfer of {about['weights']}")
-    mean = about["means"]["all"]
+    mean = about["means"].get("all")
+    if mean is None and "tasks" in about:
+        return Column(place, {}, note="VTAB: no task is done yet")
     note = "" if mean["done"] == mean["of"] else f"VTAB: {mean['done']} of {mean['of']} tasks"
     return Column(place, {"VTAB (19 tasks)": percent(mean["mean"], None)}, note=note)
 
 
 def read_search(place: str, folder: Path) -> Column:
     about = read_json(folder / SEARCH)
-    accuracy, runs = about["summary"]["accuracy"], len(about["runs"])
-    scores = {title_of(str(about["recipe"]["data"])): percent(accuracy["mean"], accuracy["std"])}
+    recipe, runs = about["recipe"], len(about["runs"])
+    summary = {key: (each["mean"], each["std"]) for key, each in about["summary"].items()}
+    scores = reported(str(recipe["data"]), recipe.get("objective"), summary)
     first = next((stored for seed in about["runs"] if (stored := read_run(folder / f"seed-{int(seed)}"))), None)
-    return Column(place, scores, exaflops=None if first is None else exaflops(first), note=f"{runs} seeds; cost of one")
+    note = f"{counted(runs, 'seed')}; cost of one" if runs else "no seed is done yet"
+    return Column(place, scores, exaflops=None if first is None else exaflops(first), note=note)
 
 
 def read_one(place: str, folder: Path, stored: StoredRun) -> Column:
-    recipe, scores = stored.recipe, {}
-    if (folder / SCORES).is_file():
-        scores = top1(read_json(folder / SCORES), recipe.data)
-    elif "accuracy" in (report := last_report(folder / LOG)):
-        scores = {title_of(recipe.data): percent(report["accuracy"], None)}
+    recipe = stored.recipe
+    report = {key: (value, None) for key, value in last_report(folder / LOG).items()}
+    scores = reported(recipe.data, recipe.objective, report)
+    if (folder / SCORES).is_file():  # of the report, or of `vitlab evaluate --out`, then perhaps of another set
+        found = read_json(folder / SCORES)
+        scores |= evaluated(found, str(found.get("data", recipe.data)), recipe.data)
     try:
         hours = read_history(folder).seconds / 3600
     except UserError:  # a run in progress, or whose weights were removed
@@ -117,11 +123,21 @@ def read_one(place: str, folder: Path, stored: StoredRun) -> Column:
     return Column(place, scores, exaflops=exaflops(stored), hours=hours, note=start)
 
 
-def top1(scores: dict[str, Any], data: str) -> dict[str, Score]:
-    """The accuracies in scores.json."""
+def reported(data: str, objective: str | None, numbers: Mapping[str, Score]) -> dict[str, Score]:
+    """What the log says of a run's test images; masked patch prediction classifies none: its accuracy is of colors."""
+    found = {"accuracy": title_of(data), "map": f"{title_of(data)}, mAP"}
+    known = {title: numbers[key] for key, title in found.items() if key in numbers and objective != "masked"}
+    return {title: percent(*score) for title, score in known.items()}
+
+
+def evaluated(scores: dict[str, Any], data: str, trained: str = "") -> dict[str, Score]:
+    """The accuracies in scores.json, of a model that was trained on the set `trained`."""
+    title, split = title_of(data), str(scores.get("split", "test"))
+    if split != "test" and (split != "all" or title == title_of(trained)):
+        title = f"{title}, {split}"
     if scores.get("multi_label"):
-        return {f"{title_of(data)}, mAP": percent(scores["map"], None)}
-    found = {title_of(data): percent(scores["top1"]["value"], None)}
+        return {f"{title}, mAP": percent(scores["map"], None)}
+    found = {title: percent(scores["top1"]["value"], None)}
     if scores.get("real"):
         found["ImageNet ReaL"] = percent(scores["real"]["value"], None)
     return found
@@ -136,7 +152,8 @@ def title_of(data: str) -> str:
     name = Path(data.removeprefix("imagenet:").rstrip("/")).name
     plain = name.removesuffix(".parquet").removesuffix(".csv").removesuffix(".tar")
     is_target = (target.title for target in TARGETS if plain in (target.name, *target.places))
-    return "ImageNet" if data.startswith("imagenet:") else next(is_target, plain)
+    is_published = next((title for title in DATA if title.lower() == plain.lower()), plain)  # ObjectNet
+    return "ImageNet" if data.startswith("imagenet:") else next(is_target, is_published)
 
 
 def exaflops(stored: StoredRun) -> float | None:

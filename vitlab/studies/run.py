@@ -17,10 +17,10 @@ from vitlab.data.sharing import shared_sets
 from vitlab.device import free_device
 from vitlab.errors import Stopped, UserError
 from vitlab.files import file_lock, write_text
-from vitlab.signals import Interrupted, Signals, stoppable
+from vitlab.signals import Interrupted, Signals, held_back, let_through, stoppable
 from vitlab.studies.catalog import machine_flops
 from vitlab.studies.page import render_page
-from vitlab.studies.place import Place
+from vitlab.studies.place import Place, diverged
 from vitlab.studies.request import Request, slug
 from vitlab.studies.study import FewShot, Job, Measure, Outcome, Row, Study, Train, in_order
 from vitlab.studies.table import Table, comma_separated, make_table, markdown, shown
@@ -77,8 +77,8 @@ class Worker:
         """Run a job if what it needs is there and no other process has it; True if something was done."""
         if any(self.place.result(need) is None for need in job.needs):
             return False
-        with self.place.claim(job) as mine:
-            if not mine:
+        with self.place.machine(alone=is_timed(job)) as free, self.place.claim(job) as mine:
+            if not (free and mine):
                 return False
             began = time.monotonic()
             self.print(f"{job.name}: {job.command(self.place.out)}")
@@ -105,7 +105,7 @@ class Worker:
         """What a job measures; a run that diverges has no numbers, and neither has what needs its model."""
         for need in job.needs:
             if (result := self.place.result(need)) is not None and result.diverged:
-                return Outcome({}, diverged=f"{need.name} diverged")
+                return Outcome({}, diverged=diverged(need))
         try:
             return job.run(self.place.out, Console(quiet=True) if self.quiet else self.console)
         except Diverged as error:
@@ -216,7 +216,10 @@ def check_jobs(jobs: Sequence[Job]) -> None:
     sets = [job.settings().data for job in jobs if isinstance(job, Train)]
     sets += [job.data for job in jobs if isinstance(job, FewShot)]
     for name in dict.fromkeys(sets):
-        open_data(name)
+        if open_data(name).is_multi_label:
+            raise UserError(
+                f"{name} has images of several labels, and studies measure accuracy; name a set of single ones"
+            )
 
 
 def training_flops(jobs: Sequence[Job]) -> float:
@@ -238,7 +241,7 @@ def run_processes(count: int, study: Study, request: Request, out: Path, only: t
     """Wait for processes that do all work: numpy has its threads from the start, and this one those of a machine."""
     context = multiprocessing.get_context("spawn")  # a fork would share a GPU's context
     found = [context.Process(target=work_beside, args=(study, request, out, only, began)) for _ in range(count)]
-    with share_of_threads(count):
+    with share_of_threads(count), held_back():
         for process in found:
             process.start()
     try:
@@ -285,6 +288,7 @@ def work_beside(study: Study, request: Request, out: Path, only: tuple[str, ...]
     wanted = in_order(job for seed in choose_rows(study, rows, only) for row in seed for job in row.jobs)
     try:
         with stoppable("stopped") as signals:
+            let_through()
             place, console = Place(out), Console()
             worker = Worker(study, request, place, rows, console, quiet=True, signals=signals, began=began)
             worker.work([job for job in wanted if not is_timed(job)])

@@ -32,7 +32,7 @@ from vitlab.studies.vtab import means, run_vtab
 from vitlab.text import listed
 from vitlab.training.auto import higher
 from vitlab.training.lock import folder_lock
-from vitlab.training.recipe import LENGTHS, change, keys, override
+from vitlab.training.recipe import LENGTHS, LOOSE, change, keys, override
 from vitlab.training.recipes import find
 from vitlab.training.search import Plan, run_search, split_pairs
 from vitlab.weights import load
@@ -93,7 +93,7 @@ class Transferred:
 
     title: str
     images: int  # tested; of VTAB, the tasks
-    lr: float
+    lr: float | None  # None: each task of VTAB has its own
     accuracies: tuple[float, ...]
     trials: dict[str, float | None] = field(default_factory=dict)  # accuracy on held-out images; None: it diverged
 
@@ -161,7 +161,7 @@ class Transfer:
     def run_tasks(self, target: Target, root: Path) -> Transferred:
         """VTAB, once for each seed: the mean of the tasks that are there, which are the same for all."""
         plan = self.plan(target, str(root))
-        plain = tuple(pair for pair in self.plain if pair.partition("=")[0] not in ("seed", "steps", "warmup"))
+        plain = tuple(pair for pair in self.plain if pair.partition("=")[0] not in ("seed", "steps"))
         scores, done = [], 0
         for seed in range(plan.recipe.seed, plan.recipe.seed + plan.seeds):
             study = run_vtab(
@@ -179,7 +179,7 @@ class Transfer:
             mean = means(study.results)["all"]
             scores.append(float(mean["mean"]))
             done = int(mean["done"])
-        return Transferred(target.title, done, plan.recipe.lr, tuple(scores))
+        return Transferred(target.title, done, None if plan.grid else plan.recipe.lr, tuple(scores))
 
     @property
     def plain(self) -> list[str]:
@@ -219,8 +219,13 @@ class Transfer:
             done = {n: Transferred(**{key: r[key] for key in fields}) for n, r in about["targets"].items()}
         except (UserError, OSError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} cannot be read ({error}); remove it, or use another --out") from None
-        other = "other weights" if key != self.key else "other settings" if settings != self.settings else None
-        if other is not None:
+        (mine, seeds), (theirs, before) = lasting(self.settings), lasting(settings)
+        reasons = {
+            "other weights": key != self.key,
+            "other settings": mine != theirs,
+            f"{before} seeds, not {seeds}": seeds < before,
+        }
+        if other := next((reason for reason, holds in reasons.items() if holds), None):
             raise UserError(f"the results in {path} were made with {other}; use another --out")
         self.results = {name: dataclasses.replace(r, accuracies=tuple(r.accuracies)) for name, r in done.items()}
 
@@ -243,9 +248,15 @@ class Transfer:
             write_text(self.out / CSV, csv_text((*heads[:4], "mean", "std"), spread))
 
 
+def lasting(settings: Iterable[str]) -> tuple[tuple[object, ...], int]:
+    """What all calls that share a folder have in common, in any order; and the seeds, of which there may be more."""
+    plain, grid, seeds = split_pairs(settings)
+    return (sorted(pair for pair in plain if pair.partition("=")[0] not in LOOSE), grid), seeds or SEEDS
+
+
 def table_rows(results: Iterable[Transferred]) -> Iterable[tuple[str, ...]]:
     for r in results:
-        yield r.title, f"{r.images:,}", f"{r.lr:g}", f"{len(r.accuracies)}", percent(r)
+        yield r.title, f"{r.images:,}", "by task" if r.lr is None else f"{r.lr:g}", f"{len(r.accuracies)}", percent(r)
 
 
 def percent(result: Transferred) -> str:
