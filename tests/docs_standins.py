@@ -382,6 +382,7 @@ PAGES: dict[str, Page] = {
         parsed={"python benchmarks": "needs a finished run", "vitlab evaluate": "needs Tiny-ImageNet"},
         names=lambda: {"vitlab": vitlab},
     ),
+    "docs/results/studies.md": Page(),
     "docs/results/timm.md": Page(),
     "docs/results/README.md": Page(
         files={
