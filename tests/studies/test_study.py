@@ -455,11 +455,11 @@ def test_a_log_axis_has_no_zero() -> None:
 def test_a_frontier_joins_what_is_better_than_all_before_it() -> None:
     series = Series("ViT", [1, 2, 3, 4], [[0.1], [0.3], [0.2], [0.4]])
     axes = lines_figure([Lines("", "", "", [series], frontier=True)]).axes[0]
-    points, line = (found for found in axes.lines if len(found.get_xdata()) > 2)
-    assert (points.get_linestyle(), line.get_linestyle()) == ("None", "-")
-    assert list(points.get_xdata()) == [1, 2, 3, 4]
-    assert list(line.get_xdata()) == [1, 2, 4]
-    np.testing.assert_allclose(line.get_ydata(), [10, 30, 40])
+    joined = [(found.get_linestyle(), np.asarray(found.get_xydata())) for found in axes.lines]
+    (points, every), (line, best) = ((style, xy) for style, xy in joined if len(xy) > 2)
+    assert (points, line) == ("None", "-")
+    assert every[:, 0].tolist() == [1, 2, 3, 4]
+    np.testing.assert_allclose(best, [[1, 10], [2, 30], [4, 40]])
 
 
 def test_labels_cover_neither_points_nor_each_other() -> None:
