@@ -6,6 +6,7 @@ and ends with it. What is tested about starting itself, or by the number of a pr
 """
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -109,12 +110,13 @@ def keep(link: socket.socket) -> None:
     for stream in (*streams, 0, 1, 2):
         os.close(stream)
     end = os.pidfd_open(pid)
-    link.sendall(pid.to_bytes(8, "big"))
+    with contextlib.suppress(OSError):  # the client may be gone already, which is seen below
+        link.sendall(pid.to_bytes(8, "big"))
     ready, _, _ = select.select([link.fileno(), end], [], [])
     if end not in ready:
         os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if end in ready:
+    with contextlib.suppress(OSError):
         link.sendall(code.to_bytes(8, "big", signed=True))
     os._exit(0)
 
