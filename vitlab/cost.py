@@ -104,6 +104,7 @@ def forward_flops(config: ModelConfig) -> int:
 
 def masked_flops(config: ViTConfig, target: str) -> int:
     """Operations of one image in masked patch prediction: every patch has a head, and there is no other."""
+    # of patch_targets.py, which imports torch: 512 colors, of 16 cells, or the patch's values
     outputs = {"mean": 512, "4x4": 16 * 512, "pixels": 3 * config.stride**2}[target]
     body = forward_flops(replace(config, classes=0, prelogits=0))
     return body + 2 * config.grid[0] * config.grid[1] * config.width * outputs

@@ -17,9 +17,10 @@ from vitlab.models.names import configure
 from vitlab.models.variants import build
 from vitlab.models.vit import ViT
 from vitlab.training.masked import Corruption, MaskedPatches, PatchPrediction, corrupt
-from vitlab.training.patch_targets import COLORS, Colors, TargetName, make_target
-from vitlab.training.recipe import override
-from vitlab.training.recipes import find, run_flops
+from vitlab.training.patch_targets import COLORS, Colors, make_target
+from vitlab.training.recipe import Recipe, override
+from vitlab.training.recipes import IMAGES as IMAGES_OF
+from vitlab.training.recipes import RECIPES, find, run_flops
 
 PATCHES = 196
 IMAGES = 600  # 117,600 patches
@@ -113,21 +114,33 @@ def small() -> MaskedPatches:
     return model
 
 
-@pytest.mark.parametrize("target", ["mean", "4x4", "pixels"])
-@pytest.mark.parametrize("model", ["Ti/8", "R26+Ti/16"])
-def test_a_run_costs_what_torch_counts(model: str, target: TargetName) -> None:
-    settings = f"objective=masked masked_target={target} model={model} image_size=32 batch=8 steps=10"
-    recipe = override(find("study").recipe, settings.split())
+def counted_flops(recipe: Recipe) -> float:
+    """What torch counts in a forward pass of a recipe's masked model, for one image."""
     config = configure(recipe.model, recipe.model_settings | {"image_size": recipe.image_size, "classes": 0})
     assert isinstance(config, ViTConfig)
     with torch.device("meta"):
-        vit, images = ViT(config), torch.empty(2, 3, 32, 32)
-        masked = MaskedPatches(vit, make_target(target, Preprocess(), config).outputs)
+        vit, images = ViT(config), torch.empty(2, 3, *config.image_size)
+        masked = MaskedPatches(vit, make_target(recipe.masked_target, Preprocess(), config).outputs)
     patches = config.grid[0] * config.grid[1]
     chosen, other = (torch.empty(2, patches, dtype=kind, device="meta") for kind in (torch.bool, torch.long))
     with FlopCounterMode(display=False) as counter:
         masked(images, Corruption(chosen, chosen, chosen, other))
-    assert run_flops(recipe) == 3 * counter.get_total_flops() / 2 * 8 * 10
+    return counter.get_total_flops() / 2
+
+
+@pytest.mark.parametrize("target", ["mean", "4x4", "pixels"])
+@pytest.mark.parametrize("model", ["Ti/8", "R26+Ti/16"])
+def test_a_run_costs_what_torch_counts(model: str, target: str) -> None:
+    settings = f"objective=masked masked_target={target} model={model} image_size=32 batch=8 steps=10"
+    recipe = override(find("study").recipe, settings.split())
+    assert run_flops(recipe) == 3 * counted_flops(recipe) * 8 * 10
+
+
+@pytest.mark.parametrize("name", [name for name, entry in RECIPES.items() if entry.recipe.objective == "masked"])
+def test_recipes_cost_what_torch_counts(name: str) -> None:
+    recipe = find(name).recipe
+    images = recipe.steps * recipe.batch if recipe.steps else (recipe.epochs or 0) * IMAGES_OF[recipe.data]
+    assert run_flops(recipe) == 3 * counted_flops(recipe) * images
 
 
 def test_embeddings_are_replaced_as_chosen() -> None:
