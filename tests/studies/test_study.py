@@ -34,7 +34,7 @@ from vitlab.studies.place import Place
 from vitlab.studies.request import Request, make_request, merge, slug
 from vitlab.studies.run import all_rows, choose_rows, run_study
 from vitlab.studies.study import FewShot, Measure, Number, Outcome, Row, Study, Train, follow_weights, in_order
-from vitlab.studies.table import Table, comma_separated, make_table, markdown
+from vitlab.studies.table import Table, cells, comma_separated, heading, make_table, markdown
 from vitlab.training.lock import folder_lock
 from vitlab.training.loop import train
 from vitlab.training.optim import OptimizerName, make_optimizer, set_learning_rate
@@ -392,6 +392,24 @@ def test_what_another_process_finished_has_not_failed(tmp_path: Path) -> None:
     study = Study("s", "?", "", lambda ask, seed: [Row("row", {}, {"x": Number(job, "x", "")})], draw, seeds=1)
     table, failed = run_study(study, make_request(study), tmp_path, console=QUIET)
     assert (table.lines[0].mean("x"), failed) == (1.0, {})
+
+
+def test_a_spread_is_shown_with_the_digits_that_mean_something(tmp_path: Path) -> None:
+    """Two digits of it, and as many places of the mean; none of what all seeds have but for rounding."""
+    measured = {"ms": (0.0062, 0.0081, 0.0058), "pixels": (58.01, 58.6, 59.4), "flops": (0.72, 0.72 + 2e-16, 0.72)}
+    measured |= {"images/s": (8101.0, 8478.0, 8350.0), "share": (0.1234, 0.1234, 0.1234), "wide": (0.001, -12.0, 12.0)}
+    wanted = {"ms": "0.0067 ± 0.0012", "pixels": "58.67 ± 0.70", "flops": "0.72", "images/s": "8,310 ± 192"}
+    wanted |= {"share": "12.34 ± 0.00", "wide": "0 ± 12"}
+
+    def rows(ask: Request, seed: int) -> Iterator[Row]:
+        job = Measure(f"job-{seed}", (), lambda runs, folder: {key: found[seed] for key, found in measured.items()}, ())
+        yield Row("row", {}, {key: Number(job, key, "%" if key == "share" else "") for key in measured})
+
+    study = Study("s", "?", "", rows, draw, seeds=3)
+    table, failed = run_study(study, make_request(study), tmp_path, console=QUIET)
+    assert not failed
+    heads, (shown,) = cells(table)
+    assert {key: shown[heads.index(heading(key, "%" if key == "share" else ""))] for key in measured} == wanted
 
 
 def test_what_is_timed_is_done_alone(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ NO_CLAIM = "± is the standard deviation over seeds; no claim is drawn from a di
 ONE_SEED = "One seed: the spread of these numbers is not known, so no claim is drawn from small differences."
 PROVES_NOTHING = "Made with --quick: built-in data, tiny models, a few steps. It shows that everything runs and proves "
 PROVES_NOTHING += "nothing."
+ROUNDING = 1e-12  # of a number: what several additions may differ by
 
 
 @dataclass(frozen=True)
@@ -139,11 +141,21 @@ def has_diverged(place: Place, numbers: Number | tuple[Number, ...]) -> bool:
 
 
 def shown(value: float | None, unit: str, std: float | None = None) -> str:
-    """A number for people: 12.34 for a share in per cent, with its spread."""
+    """A number for people, with its spread: 12.34 for a share in per cent; four digits otherwise, or as many as the
+    spread leaves a meaning, and no spread where it is that of rounding, as with what is counted."""
     if value is None:
         return ""
-    scale, digits = (100, ".2f") if unit == "%" else (1, ".4g" if abs(value) < 1000 else ",.0f")
-    return f"{scale * value:{digits}}" + ("" if std is None else f" ± {scale * std:{digits}}")
+    if unit == "%":
+        return f"{100 * value:.2f}" + ("" if std is None else f" ± {100 * std:.2f}")
+    if std is None or std <= ROUNDING * abs(value):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    places = max(0, min(decimals(std, 2), decimals(max(abs(value), std), 4)))
+    return f"{value:,.{places}f} ± {std:,.{places}f}"
+
+
+def decimals(value: float, digits: int) -> int:
+    """Places after the point that show so many digits of a number."""
+    return digits - 1 - math.floor(math.log10(value))
 
 
 def cell(line: Line, key: str) -> str:
