@@ -14,12 +14,16 @@ import torch
 from rich.console import Console
 
 import vitlab
+from vitlab.cost import forward_flops
 from vitlab.data.open import open_data
+from vitlab.models.names import configure
 from vitlab.models.vit import ViT
+from vitlab.studies.axial import Timing
 from vitlab.studies.catalog import STUDIES
 from vitlab.studies.heads import Look
 from vitlab.studies.request import make_request
 from vitlab.studies.run import run_study
+from vitlab.studies.study import Measure
 
 QUIET = Console(quiet=True)
 TINY = ("steps=2", "warmup=0", "batch=8", "device=cpu")
@@ -122,6 +126,19 @@ def test_axial_models_differ_from_plain_ones_in_attention_alone() -> None:
         plain = runs[name.removeprefix("axial-")]
         settings = plain.model_settings | {"attention": "axial"}
         assert runs[name] == dataclasses.replace(plain, model_settings=settings)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_axial_models_are_timed_as_they_are_trained(quick: bool) -> None:
+    """Without waiting for a run, and the same models: a training image costs three forward passes."""
+    request = make_request(STUDIES["axial"], ("device=cpu",), quick=quick)
+    for row in STUDIES["axial"].rows(request, 0):
+        measure = next(job for job in row.jobs if isinstance(job, Measure))
+        assert measure.needs == ()
+        assert isinstance(measure.function, Timing)
+        assert row.trained is not None
+        cost = forward_flops(configure(measure.function.model, measure.function.settings))
+        assert row.trained.flops == 3 * cost * row.trained.steps * row.trained.settings().batch
 
 
 @pytest.mark.slow

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from vitlab.cost import forward_flops
 from vitlab.device import pick_device
 from vitlab.evaluation.speed import QUICK, peak_speed
+from vitlab.models.names import configure
+from vitlab.models.variants import build
 from vitlab.plots.studies import Lines, Series, lines_figure
 from vitlab.studies.request import Request
 from vitlab.studies.study import Measure, Number, Row, Study, python
 from vitlab.studies.table import Table
-from vitlab.weights import load
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,24 +31,29 @@ MODELS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class Timing:
-    """What a row measures of its model: operations and time of an image in inference."""
+    """What a row measures of a fresh model, whose speed does not depend on what it learns: operations and time of an
+    image in inference."""
 
+    model: str
+    settings: Mapping[str, Any]
     device: str
     quick: bool
 
     def __call__(self, runs: tuple[Path, ...], folder: Path) -> Mapping[str, float]:
-        model, device = load(runs[0]), pick_device(self.device)
-        speed, _ = peak_speed(model, device, **(QUICK if self.quick else {}))
-        return {"GFLOPs": forward_flops(model.config) / 1e9, "ms": 1e3 / speed}
+        config = configure(self.model, self.settings)
+        speed, _ = peak_speed(build(config), pick_device(self.device), **(QUICK if self.quick else {}))
+        return {"GFLOPs": forward_flops(config) / 1e9, "ms": 1e3 / speed}
 
 
 def rows(ask: Request, seed: int) -> Iterator[Row]:
-    timing = Timing(ask.device, ask.quick)
     for family, model, settings in MODELS:
         name = f"axial-{model}" if settings.get("attention") == "axial" else model
         run = ask.pretrain(name, seed, model, **settings)
+        recipe = run.settings()
+        shape = {**recipe.model_settings, "image_size": recipe.image_size}
+        timing = Timing(model, shape, ask.device, ask.quick)
         repeat = python("vitlab.studies.axial", "Timing", repr(timing))
-        measured = Measure(f"{run.name}-speed", (run,), timing, repeat, timed=True)
+        measured = Measure(f"{run.name}-speed", (), timing, repeat, timed=True)
         cost = {"GFLOPs": Number(measured, "GFLOPs", ""), "ms an image": Number(measured, "ms", "")}
         numbers = ask.few_shots(run) | {"accuracy": Number(run, "accuracy")} | cost
         yield Row(name.replace("/", ""), {"family": family, "model": model}, numbers, run)
