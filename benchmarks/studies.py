@@ -3,7 +3,7 @@
 Run where the folders tiny-imagenet, pets and flowers are. A stage is STUDY:SEEDS, or STUDY:SEEDS:ROW,ROW for some of
 its rows. One pool of processes works on all stages, so that none waits for the last run of a study while there is
 another: each takes the first job of the list that can start and that no other process has. What measures times is done
-by one process at the end. After S seconds all stop; the same command goes on. Each study is in OUT/STUDY as `vitlab
+before, by one process. After S seconds all stop; the same command goes on. Each study is in OUT/STUDY as `vitlab
 study` has it, which draws its table and its page; OUT/studies.tgz has the results without the models, for another
 machine, and --results names such a file to go on from.
 """
@@ -41,10 +41,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "optimizer": (*DATA, *SHORT),
     "speed": (),
 }
-# The largest runs first, beside small ones that need few images; what matters less at the end.
+# The largest runs first, beside small ones that need few images; more seeds at the end.
 STAGES = (
-    *("compute:1:B/8,R101x2,R50x2,R50+B/16,S/8", "data:1", "compute:1", "positions:3", "optimizer:2", "head:2"),
-    *("shape:1", "masked:2", "resolution:3", "bias:2", "axial:2", "heads:2", "regularization:2", "speed:1"),
+    *("speed:1", "compute:1:B/8,R101x2,R50x2,R50+B/16,S/8", "data:1", "compute:1", "positions:3", "optimizer:2"),
+    *("head:2", "shape:1", "masked:2", "resolution:3", "bias:3", "axial:3", "heads:3", "regularization:3"),
+    *("data:3", "shape:3", "compute:2", "head:3", "masked:3", "optimizer:3", "compute:3"),
 )
 PACK = 60.0  # seconds between looks at what there is
 GRACE = 25.0  # seconds in which a process saves its run
@@ -68,11 +69,17 @@ class Plan:
     quick: bool
 
     def open(self) -> None:
-        """Begin or continue every study, check its data, and forget what has to be done again."""
+        """Begin or continue every study with all its seeds, check its data, and forget what has to be done again."""
+        seeds = {stage.split(":")[0]: 0 for stage in self.stages}
         for stage in self.stages:
             worker, wanted = self.stage(stage)
             check_jobs([job for job in wanted if worker.place.result(job) is None])
+            seeds[worker.study.name] = max(seeds[worker.study.name], worker.request.seeds)
+        for name, count in seeds.items():
+            worker, _ = self.stage(f"{name}:{count}")
             worker.place.open(worker.study, worker.request)
+        for stage in self.stages:
+            worker, wanted = self.stage(stage)
             worker.place.renew(wanted)
 
     def stage(self, stage: str) -> tuple[Worker, list[Job]]:
@@ -102,7 +109,7 @@ class Plan:
     def run(self, until: float) -> None:
         """Let processes do everything, or what they can until a time of `time.monotonic`."""
         context = multiprocessing.get_context("spawn")
-        for count, timed in ((self.jobs, False), (1, True)):
+        for count, timed in ((1, True), (self.jobs, False)):
             pool = [context.Process(target=self.work, args=(timed,)) for _ in range(count)]
             for process in pool:
                 process.start()
