@@ -1,5 +1,6 @@
 """No file takes more time or memory than its budget, and none prevents reading the next one."""
 
+import contextlib
 import io
 import os
 import resource
@@ -200,6 +201,45 @@ def test_a_process_that_was_killed_is_replaced() -> None:
     assert box.process is not None
     os.kill(box.process.pid, signal.SIGKILL)
     assert same_pixels(box.decode(good, DecodeRequest()), picture(3))
+    box.kill(close=True)
+
+
+@pytest.mark.parametrize("delay", [0.01, 0.1, 0.25])
+def test_an_interrupted_picture_is_not_given_for_the_next_one(delay: float) -> None:
+    """Whether Ctrl-C comes while its bytes are sent or while its pixels are awaited."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    large, good = wide(4000, 4000, "BMP"), wide(61, 47, "TIFF")
+    sandbox().decode(good, DecodeRequest())
+    usual = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        with contextlib.suppress(KeyboardInterrupt):  # a fast machine may have been done before
+            sandbox().decode(large, DecodeRequest())
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, usual)
+    for data in (good, wide(20, 30, "GIF")):
+        assert same_pixels(sandbox().decode(data, DecodeRequest()), decode_bytes(data))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads, which the child here does not use
+def test_a_forked_process_leaves_its_parents_decoder_alone() -> None:
+    box, good = Sandbox(), wide(61, 47, "TIFF")
+    box.decode(good, DecodeRequest())
+    process = box.process
+    child = os.fork()
+    if not child:
+        box.kill()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert same_pixels(box.decode(good, DecodeRequest()), decode_bytes(good))
+    assert process is not None
+    assert box.process is process
+    assert process.poll() is None
     box.kill(close=True)
 
 

@@ -64,6 +64,7 @@ class Sandbox:
     def __init__(self, budget: Budget | None = None, *, nice: int = 0) -> None:
         self.budget, self.nice = budget or Budget(), nice
         self.process: subprocess.Popen[bytes] | None = None
+        self.owner = 0  # the process that started it, which may be forked
         self.wire: socket.socket | None = None
         self.lock = threading.Lock()  # held while starting or killing the process
         self.closed = False
@@ -81,6 +82,11 @@ class Sandbox:
                 code = self._exit_code()
                 if last or code not in (-signal.SIGKILL, -signal.SIGTERM):  # signals from outside, not due to the image
                     raise DecodeError("broken", self._reason(code)) from None
+            except DecodeError:  # its answer
+                raise
+            except BaseException:  # such as Ctrl-C: the answer would be taken for that to the next request
+                self.kill()
+                raise
         raise AssertionError("unreachable")
 
     def _request(self, data: Buffer, request: DecodeRequest, shrink: DecodeHint | None, deadline: float) -> Image.Image:
@@ -103,7 +109,7 @@ class Sandbox:
                 self._drop()
                 self.wire, theirs = socket.socketpair()
                 with theirs:
-                    self.process = launch(theirs, self.budget, self.nice)
+                    self.process, self.owner = launch(theirs, self.budget, self.nice), os.getpid()
             return self.wire
 
     def kill(self, *, close: bool = False) -> None:
@@ -113,12 +119,15 @@ class Sandbox:
             self._drop()
 
     def _drop(self) -> None:
-        if self.process is not None:
+        """Forget the process, and end it if it is this one's own: a forked process has a copy of its parent's."""
+        own = self.owner == os.getpid()
+        if self.process is not None and own:
             self.process.kill()
             self.process.wait()
         if self.wire is not None:
             with contextlib.suppress(OSError):
-                self.wire.shutdown(socket.SHUT_RDWR)  # wakes up a thread that waits for the answer
+                if own:
+                    self.wire.shutdown(socket.SHUT_RDWR)  # wakes up a thread that waits for the answer
             self.wire.close()
         self.process = self.wire = None
 
