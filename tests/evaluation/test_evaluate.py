@@ -365,7 +365,7 @@ def test_a_model_without_names_asks_for_them(
     assert "matched by position, as asked: the model's first is taken for 'ant'" in capsys.readouterr().out
 
 
-def test_the_share_that_a_run_held_out(run: Path, tmp_path: Path) -> None:
+def test_the_share_that_a_run_held_out(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command reads the run's recipe, so that it tests on no image that the run was trained on."""
     from vitlab.cli.evaluate import find_holdout
     from vitlab.models.config import Preprocess
@@ -380,7 +380,14 @@ def test_the_share_that_a_run_held_out(run: Path, tmp_path: Path) -> None:
     about = {"model": model, "preprocess": as_json(Preprocess()), "labels": ["a", "b"], "images": 9}
     (folder / "recipe.json").write_text(json.dumps({"recipe": recipe, **about}))
     assert find_holdout(str(folder), "photos/") == (0.1, True)
-    assert find_holdout(str(folder), "others") == (0.2, False)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "link").symlink_to("photos")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for spelled in ("photos", "./photos", "~/photos", f"{tmp_path}/run/../photos/", "link"):
+        assert find_holdout(str(folder), spelled) == (0.1, True)
+    for other in ("others", "imagenet:photos", "run", "run/photos"):
+        assert find_holdout(str(folder), other) == (0.2, False)
     assert find_holdout(str(run), "photos") == (0.2, False)
 
 

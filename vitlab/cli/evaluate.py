@@ -1,5 +1,6 @@
 """`vitlab evaluate`: a model's scores on a data set."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -146,8 +147,15 @@ def find_holdout(run: str, data: str) -> tuple[float, bool]:
     from vitlab.training.setup import read_recipe
 
     recipe = read_recipe(Path(run).expanduser())
-    trained = recipe is not None and recipe.data.rstrip("/") == data.rstrip("/")
+    trained = recipe is not None and full_name(recipe.data) == full_name(data)
     return (recipe.holdout if recipe is not None and trained else Recipe.holdout), trained
+
+
+def full_name(data: str) -> str:
+    """The name of a data set in one spelling, however its path is written: photos/, ./photos, ~/photos."""
+    kind, colon, path = data.rstrip("/").rpartition(":")  # as in imagenet:photos
+    place = os.path.expanduser(path)
+    return kind + colon + (os.path.realpath(place) if os.path.exists(os.path.dirname(place) or place) else path)
 
 
 def print_scores(result: "Evaluation") -> None:
