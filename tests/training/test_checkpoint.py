@@ -102,6 +102,18 @@ def test_the_very_first_was_being_written(tmp_path: Path, content: str | None) -
     assert find_checkpoint(folder) is None
 
 
+def test_a_first_one_of_another_run_is_an_error(place: Path) -> None:
+    """It is complete, so the run does not begin again as if it had been interrupted there."""
+
+    def refuse(meta: CheckpointMeta) -> None:
+        raise UserError("of another run")
+
+    shutil.rmtree(sibling(place, "old"))
+    place.rename(sibling(place, "new"))
+    with pytest.raises(UserError, match=r"last\.new \(of another run\)"):
+        find_checkpoint(place, refuse)
+
+
 def test_nothing_complete_is_an_error(place: Path) -> None:
     for folder in (place, sibling(place, "old")):
         (folder / "state.safetensors").write_bytes(b"")

@@ -131,7 +131,14 @@ def test_untrusted_weights_are_not_opened(made: Path, tmp_path: Path) -> None:
     run = receive(made, tmp_path / "run", weights=str(made))
     data = f"data={made.parent / 'photos'}"
     assert recipe_to_resume(run, [data]) is not None  # the checkpoint replaces them
-    shutil.rmtree(run / "checkpoints")
+    checkpoints = run / "checkpoints"
+    (checkpoints / "last").rename(checkpoints / "last.new")
+    assert recipe_to_resume(run, [data]) is not None
+    (checkpoints / "last.new" / "state.json").write_text("{}")  # as it is before it is written: the run begins again
+    (checkpoints / "last-of-all").mkdir()
+    with pytest.raises(UserError, match=r"weights .* are not opened unasked"):
+        recipe_to_resume(run, [data])
+    shutil.rmtree(checkpoints)
     with pytest.raises(UserError, match=r"weights .* are not opened unasked"):
         recipe_to_resume(run, [data])
     assert recipe_to_resume(run, [data, f"weights={made}"]) is not None

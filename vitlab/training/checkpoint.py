@@ -223,11 +223,15 @@ def find_checkpoint(
         if place.exists():
             try:
                 meta = read_meta(place)
-                check(meta)
-                complete.append((place, meta))
             except (UserError, OSError) as error:
                 if place != sibling(folder, "new"):  # that one was merely being written
                     damaged.append(f"{place.name} ({error})")
+                continue
+            try:
+                check(meta)
+                complete.append((place, meta))
+            except UserError as error:
+                damaged.append(f"{place.name} ({error})")
     if complete:
         place, meta = max(complete, key=lambda pair: pair[1].step)
         return FoundCheckpoint(place, meta, tuple(damaged))

@@ -119,14 +119,18 @@ def recipe_to_resume(out: Path, pairs: list[str]) -> Recipe | None:
     recipe, given = override(stored, pairs), {pair.partition("=")[0] for pair in pairs}
     if "data" not in given:
         check_trusted_data(stored.data, out / RECIPE, f"vitlab train --out {shlex.quote(str(out))} --resume data=")
-    complete = not recipe.lora and any((out / "checkpoints").glob("last*"))  # else the weights are needed again
-    if recipe.weights is not None and "weights" not in given and not complete:
+    if recipe.weights is not None and "weights" not in given and opens_weights(recipe, out):
         check_trusted_weights(recipe.weights, out / RECIPE)
     if recipe.teacher is not None and "teacher" not in given:
         check_trusted_teacher(recipe.teacher, out / RECIPE)
     if recipe.review is not None and "review" not in given:
         check_trusted_review(recipe.review, out / RECIPE)
     return recipe
+
+
+def opens_weights(recipe: Recipe, out: Path) -> bool:
+    """Whether resuming opens the weights that a run started from: without a checkpoint, and below low-rank updates."""
+    return bool(recipe.lora) or checkpoint.find_checkpoint(checkpoint.last_checkpoint(out)) is None
 
 
 def check_new_folder(out: Path, *, resume: bool) -> None:
