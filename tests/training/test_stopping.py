@@ -15,6 +15,7 @@ from small_runs import assert_same_run, plain_run, train_small
 
 from vitlab.errors import Stopped
 from vitlab.report import make, write_report
+from vitlab.training.optim import Average
 from vitlab.training.saver import Saver
 from vitlab.training.trainer import Trainer
 
@@ -81,6 +82,16 @@ def test_while_testing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: in
     train_small(tmp_path / "run", resume=True)
     assert_same_run(plain_run(), tmp_path / "run")
     assert train_small(tmp_path / "run", resume=True).report
+    assert_same_run(plain_run(), tmp_path / "run")
+
+
+def test_while_the_weights_are_put_back_after_a_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint has the run's own weights all the same, not the averaged ones that were tested."""
+    with monkeypatch.context() as patch:
+        send_signal_in(patch, Average, "fill", signal.SIGTERM, 2)
+        with pytest.raises(Stopped, match="saved; continue with --resume"):
+            train_small(tmp_path / "run")
+    train_small(tmp_path / "run", resume=True)
     assert_same_run(plain_run(), tmp_path / "run")
 
 

@@ -186,6 +186,7 @@ class Run:
                     reports["test"] = self.trainer.evaluate("test")
         except Interrupted:
             self.tested = False
+            self.trainer.put_back()
             self.save(wait=True)
             raise self.stopped(self.signals.number) from None
         except UserError:  # such as images that cannot be read

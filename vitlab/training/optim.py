@@ -110,6 +110,7 @@ class Average:
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.parameters: list[Tensor] = list(trained.values())  # in the order of `weights`
         self.weights = {name: p.detach().clone() for name, p in trained.items()}
+        self.own: list[Tensor] = []  # the model's own weights, while it has the averaged ones
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -119,12 +120,18 @@ class Average:
     @contextmanager
     def swap_in(self) -> Iterator[None]:
         """Give the model the averaged weights inside a `with`; its own are restored after it, bit for bit."""
-        own = [p.detach().clone() for p in self.parameters]
+        self.own = [p.detach().clone() for p in self.parameters]
         try:
             self.fill(self.weights.values())
             yield
         finally:
-            self.fill(own)
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Give the model its own weights back, if it has not got them; again where a signal came in the middle."""
+        if self.own:
+            self.fill(self.own)
+            self.own = []
 
     @torch.no_grad()
     def fill(self, values: Iterable[Tensor]) -> None:

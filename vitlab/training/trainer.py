@@ -344,6 +344,11 @@ class Trainer:
                 reports["ema"] = self.objective.report(self.measure(split))
         return reports | ({"broken": {split: len(self.broken[split])}} if self.broken[split] else {})
 
+    def put_back(self) -> None:
+        """Give the model its own weights back, after an evaluation that was interrupted anywhere."""
+        if self.average is not None:
+            self.average.put_back()
+
     def thresholds(self) -> tuple[float, ...] | None:
         """The thresholds of a multi-label model, chosen on validation images; None for any other model."""
         if not isinstance(self.objective, MultiLabel):
