@@ -103,6 +103,7 @@ def test_what_cannot_be_applied_is_one_line(data: Data, tmp_path: Path, text: st
         apply_review(data, tmp_path / "none.csv")
 
 
-def test_not_every_training_image_can_be_removed(data: Data, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="removes every training image"):
-        decide(data, tmp_path / "review.csv", {("train", i): "remove" for i in range(len(data.train))})
+@pytest.mark.parametrize(("split", "name"), [("train", "training"), ("validation", "validation"), ("test", "test")])
+def test_not_every_image_of_a_split_can_be_removed(data: Data, tmp_path: Path, split: str, name: str) -> None:
+    with pytest.raises(UserError, match=f"removes every {name} image"):
+        decide(data, tmp_path / "review.csv", {(split, i): "remove" for i in range(len(data.splits[split]))})

@@ -60,6 +60,21 @@ def test_a_changed_shard_is_indexed_anew(tmp_path: Path) -> None:
     assert len(data.train) + len(data.test) == 12
 
 
+def test_names_of_classes_stand_beside_shards_however_they_are_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sets").mkdir()
+    for i in range(2):
+        write_shard(
+            tmp_path / "sets" / f"train-{i}.tar", [(f"{i}{k}", encoded(picture(k)), f"{k % 2}") for k in range(8)]
+        )
+    (tmp_path / "sets" / "classes.txt").write_text("ant\nbee\n")
+    for spelled in (f"{tmp_path}/sets", "~/sets", "sets", "./sets"):
+        assert open_data(f"{spelled}/train-{{0..1}}.tar").classes == ("ant", "bee")
+
+
 def test_problems_are_reported(tmp_path: Path) -> None:
     write(tmp_path, "train", 1)
     content = (tmp_path / "train-000000.tar").read_bytes()

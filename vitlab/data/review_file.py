@@ -128,8 +128,9 @@ def apply_review(data: Data, path: Path) -> Data:
         left = np.flatnonzero(labels != GONE)
         removed += len(labels) - len(left)
         changed += int((labels[left] != source.labels[left]).sum())
-        if split == "train" and not len(left):
-            raise UserError(f"'{path}' removes every training image of {data.name}")
+        if not len(left):
+            kind = {"train": "training "}.get(split, f"{split} ")
+            raise UserError(f"'{path}' removes every {kind}image of {data.name}")
         parts[split] = Reviewed(source, left, labels[left]) if (labels != source.labels).any() else source
     for name, (line, _) in decided.items():
         if name not in seen:

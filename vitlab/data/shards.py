@@ -72,7 +72,7 @@ def splits(spec: str) -> dict[str, ShardSource]:
     is_multi = all(map(SEVERAL.fullmatch, given)) and any(map(SEPARATOR.search, given))
     parts = {word: split_label(word) if is_multi else [to_text(word)] for word in given}
     images = sum(len(table["label"]) for table in tables.values())
-    beside = Path(spec).parent / "classes.txt"
+    beside = Path(spec).expanduser().parent / "classes.txt"
     classes, number = number_words({part for each in parts.values() for part in each}, images, beside, spec)
     sources = {}
     for split, table in tables.items():
