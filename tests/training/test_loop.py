@@ -9,17 +9,20 @@ import pytest
 import torch
 from rich.console import Console
 from small_runs import SMALL, few_digits, plain_run, records, train_small
+from test_resume import killed_at
 from torch import Tensor
 
 import vitlab
 from vitlab.data.loader import TrainLoader
 from vitlab.errors import UserError
 from vitlab.models.config import ViTConfig
+from vitlab.report.history import read_history
 from vitlab.training.loop import Stage, train
 from vitlab.training.objectives import Classification
 from vitlab.training.optim import learning_rate
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, change
+from vitlab.training.recorder import Recorder
 from vitlab.training.saver import Saver
 from vitlab.training.setup import divisors, fit_micro, initial_model, prepare_run
 from vitlab.training.trainer import Trainer
@@ -222,6 +225,34 @@ def test_tensorboard(tmp_path: Path) -> None:
     losses = [r["loss"] for r in records(tmp_path) if "loss" in r]
     assert [e.value for e in board.Scalars("loss")] == pytest.approx(losses, rel=1e-6)
     assert board.Scalars("ema/accuracy")
+
+
+def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those after the checkpoint are done again; the one at the checkpoint is not, nor is its evaluation."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    settings: dict[str, Any] = {"tensorboard": True, "steps": 8, "checkpoint_every": 4, "evaluate_every": 4}
+    with killed_at(6, monkeypatch):
+        train_small(tmp_path, log_every=1, **settings)
+    train_small(tmp_path, resume=True, log_every=1, **settings)
+    board = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [e.step for e in board.Scalars("loss")] == list(range(1, 9))
+    assert [e.step for e in board.Scalars("validation/accuracy")] == [4, 8]
+
+
+def test_the_time_of_a_slow_run_is_in_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model on one core takes a minute for an image."""
+    plain, steps, seconds = Recorder.write_speed, [0], []
+
+    def slowly(self: Recorder, step: int, loss: float, speed: float) -> None:
+        seconds.append(SMALL.batch * (step - steps[-1]) / (1e-5 * speed))
+        steps.append(step)
+        plain(self, step, loss, 1e-5 * speed)
+
+    monkeypatch.setattr(Recorder, "write_speed", slowly)
+    train_small(tmp_path, steps=8, log_every=2)
+    assert len(seconds) > 2
+    assert read_history(tmp_path).seconds == pytest.approx(sum(seconds), rel=1e-3)
 
 
 # ---- ends before the last step

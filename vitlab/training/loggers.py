@@ -60,11 +60,12 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise UserError("tensorboard=true needs TensorBoard: pip install 'vitlab[board]'") from None
-        self.writer = SummaryWriter(str(folder), purge_step=step)
+        self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)  # hides that step and later ones
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, number in numbers.items():
             self.writer.add_scalar(name, number, step)
+        self.writer.flush()  # a killed run goes on from its checkpoint, and writes no step before that again
 
     def close(self) -> None:
         self.writer.close()

@@ -92,7 +92,7 @@ class Recorder:
     def write_speed(self, step: int, loss: float, speed: float) -> None:
         """Log and show images per second; a record of its own, as it differs from run to run, unlike all others."""
         shown = {"loss": f"{loss:.4f}", "images/s": f"{speed:.0f}"}
-        record: dict[str, Any] = {"step": step, "images_per_second": round(speed, 1)}
+        record: dict[str, Any] = {"step": step, "images_per_second": float(f"{speed:.5g}")}
         peak = peak_flops(self.cluster.device)
         if peak is not None:
             utilization = speed * self.flops_at(step) / peak / self.cluster.world
