@@ -1,6 +1,7 @@
 """Scores against scikit-learn, scipy and plain loops."""
 
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from timing import assert_below
 
 from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import score
+from vitlab.evaluation.result import PAIRS
 from vitlab.evaluation.scores import (
     Rate,
     calibration,
@@ -46,7 +48,11 @@ def test_confusion_and_rates_are_scikit_learns(k: int, data: st.DataObject) -> N
     assert (matrix == confusion_matrix(labels, guesses, labels=range(k))).all()
     names = tuple(f"c{i}" for i in range(k))
     logits = np.eye(k, dtype=np.float32)[guesses]
-    rows = sorted(score(logits, labels, names, "", ("",) * len(pairs)).class_table(), key=lambda row: row["number"])
+    result = score(logits, labels, names, "", ("",) * len(pairs))
+    mistakes = Counter((f"c{label}", f"c{guess}") for label, guess in pairs if label != guess)
+    most = sorted(mistakes.items(), key=lambda each: (-each[1], each[0]))  # of equals, in the order of classes
+    assert result.confused == [(*pair, count) for pair, count in most[:PAIRS]]
+    rows = sorted(result.class_table(), key=lambda row: row["number"])
     precision, recall, _, support = precision_recall_fscore_support(
         labels, guesses, labels=range(k), zero_division=np.nan
     )

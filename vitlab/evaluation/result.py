@@ -71,10 +71,12 @@ class Evaluation:
     @property
     def confused(self) -> list[tuple[str, str, int]]:
         """(label, prediction, images) of the pairs of classes that are confused most often."""
-        wrong = self.matrix - np.diag(np.diagonal(self.matrix))
-        order = np.argsort(-wrong, axis=None, kind="stable")[:PAIRS]
-        pairs = [divmod(i, len(wrong)) for i in order.tolist()]
-        return [(self.names[i], self.names[j], int(wrong[i, j])) for i, j in pairs if wrong[i, j]]
+        labels, guesses = np.nonzero(self.matrix)
+        wrong = labels != guesses
+        labels, guesses = labels[wrong], guesses[wrong]
+        counts = self.matrix[labels, guesses]
+        order = np.argsort(-counts, kind="stable")[:PAIRS].tolist()
+        return [(self.names[labels[i]], self.names[guesses[i]], int(counts[i])) for i in order]
 
     def class_table(self) -> list[dict[str, Any]]:
         """One dict per class with its rates and their intervals: lowest recall first, classes without images last.

@@ -42,7 +42,7 @@ class Calibration:
 def confusion(guesses: Ints, labels: Ints, classes: int) -> NDArray[np.int64]:
     """Count images by label (rows) and by prediction (columns), (K, K)."""
     pairs = np.bincount(np.asarray(labels) * classes + guesses, minlength=classes * classes)
-    return pairs.reshape(classes, classes).astype(np.int64)
+    return pairs.reshape(classes, classes).astype(np.int64, copy=False)  # of many classes it is large
 
 
 def top_hits(logits: NDArray[np.floating], labels: Ints, k: int) -> NDArray[np.bool_]:
