@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,8 +94,24 @@ def test_results_of_a_transfer_a_search_and_an_evaluation(tmp_path: Path) -> Non
     assert data_names([moved, tested])[:3] == ["ImageNet", "ImageNet ReaL", "CIFAR-10"]
     with pytest.raises(UserError, match="holds no results; name the folder of a run"):
         read_column(str(tmp_path))
-    with pytest.raises(UserError, match=r"cannot be read \(KeyError"):
-        read_column(write("odd/results.json", {"a": 1}))
+    for i, odd in enumerate(({"a": 1}, moved_by("x", 10**400), moved_by("x", 1e308), moved_by("x", "much"))):
+        with pytest.raises(UserError, match=r"cannot be read \((Key|Overflow|Value)Error"):
+            read_column(write(f"odd-{i}/results.json", odd))
+
+
+def moved_by(title: object, mean: object) -> dict[str, object]:
+    return {"weights": "a\nb|c", "targets": {"x": {"title": title, "mean": mean, "std": None}}}
+
+
+@pytest.mark.parametrize("title", ["one|two\nthree", 5])
+def test_words_from_a_file_do_not_break_a_table(title: object, tmp_path: Path, command: Command) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "results.json").write_text(json.dumps(moved_by(title, 0.5)))
+    code, _, err = command("results", str(tmp_path / "run"), "--out", str(tmp_path / "out"))
+    assert code == 0, err
+    lines = (tmp_path / "out" / "table.md").read_text().splitlines()
+    assert len(lines) == 2 + len(PUBLISHED) + 1
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1  # columns
 
 
 def test_what_is_no_accuracy_of_a_test_set_does_not_stand_in_its_column(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from its recipe. Files may come from anywhere, so all of them are read with care
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from vitlab.files import read_json, write_text
 from vitlab.report.history import read_history
 from vitlab.report.make import SCORES
 from vitlab.studies.published import DATA, PUBLISHED, Score
+from vitlab.studies.table import table_line
 from vitlab.studies.transfer import RESULTS, TARGETS
 from vitlab.text import counted
 from vitlab.training.log import LOG, last_report
@@ -79,7 +81,7 @@ def read_column(place: str) -> Column:
         if (folder / SCORES).is_file():
             scores = read_json(folder / SCORES)
             return Column(place, evaluated(scores, str(scores["data"])), note=f"{scores['model']}, by evaluate")
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(f"the results in {place} cannot be read ({type(error).__name__}: {error})") from None
     fix = "name the folder of a run, a search, a transfer, or one that `vitlab evaluate --out` wrote"
     raise UserError(f"{place} holds no results; {fix}")
@@ -89,7 +91,7 @@ def read_results(place: str, folder: Path) -> Column:
     """results.json, of a transfer or of VTAB."""
     about = read_json(folder / RESULTS)
     if "targets" in about:
-        scores = {each["title"]: percent(each["mean"], each["std"]) for each in about["targets"].values()}
+        scores = {str(each["title"]): percent(each["mean"], each["std"]) for each in about["targets"].values()}
         return Column(place, scores, note=f"transfer of {about['weights']}")
     mean = about["means"].get("all")
     if mean is None and "tasks" in about:
@@ -144,7 +146,11 @@ def evaluated(scores: dict[str, Any], data: str, trained: str = "") -> dict[str,
 
 
 def percent(share: float, std: float | None) -> Score:
-    return 100 * float(share), None if std is None else 100 * float(std)
+    """A share and its deviation in per cent; ValueError or OverflowError where a file has something else."""
+    found = 100 * float(share), None if std is None else 100 * float(std)
+    if not all(math.isfinite(number) for number in found if number is not None):
+        raise ValueError(f"{share} is no share")
+    return found
 
 
 def title_of(data: str) -> str:
@@ -170,5 +176,5 @@ def write_tables(folder: Path, columns: Sequence[Column]) -> None:
     heads = ["model", "source", "pre-trained on", *data, *COST, "note"]
     rows = [[c.name, c.source, c.data or "-", *c.cells(data), c.note or "-"] for c in columns]
     lines = [heads, ["---"] * len(heads), *rows]
-    write_text(folder / "table.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    write_text(folder / "table.md", "".join(f"{table_line(line)}\n" for line in lines))
     write_text(folder / "table.csv", csv_text(heads, rows))
