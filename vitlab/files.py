@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -23,10 +23,10 @@ JSON_LIMIT = 10_000_000  # bytes; the header of a file with 1,000 tensors has so
 unfinished: set[Path] = set()  # files being written; a process that must end at once removes them first
 
 
-def parse_json(text: bytes, where: str) -> dict[str, Any]:
+def parse_json(text: bytes, where: str, limit: int = JSON_LIMIT) -> dict[str, Any]:
     """A JSON object without duplicate keys, NaN or infinity, or UserError."""
-    if len(text) > JSON_LIMIT:
-        raise UserError(f"{where} is {len(text):,} bytes long, above the limit of {JSON_LIMIT:,}")
+    if len(text) > limit:
+        raise UserError(f"{where} is {len(text):,} bytes long, above the limit of {limit:,}")
     try:
         data = json.loads(text.decode(), object_pairs_hook=_distinct, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are both ValueErrors
@@ -36,10 +36,18 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
     return data
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > JSON_LIMIT:
+def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
+    if path.stat().st_size > limit:
         raise UserError(f"{path} is longer than any valid file of its kind")
-    return parse_json(path.read_bytes(), str(path))
+    return parse_json(path.read_bytes(), str(path), limit)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise UserError for class names with which a model's files could be written but not read again."""
+    most = JSON_LIMIT * 9 // 10  # the rest is for what else the files have
+    if (size := len(json.dumps(list(names), indent=2))) > most:
+        few = f"files that describe a model are read up to {most / 1e6:g} MB"
+        raise UserError(f"the names of {len(names):,} classes take {size / 1e6:.1f} MB, and {few}; use shorter names")
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

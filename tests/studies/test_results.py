@@ -99,6 +99,14 @@ def test_results_of_a_transfer_a_search_and_an_evaluation(tmp_path: Path) -> Non
             read_column(write(f"odd-{i}/results.json", odd))
 
 
+def test_scores_of_very_many_classes_are_read(tmp_path: Path) -> None:
+    rows = [{"number": i, "class": f"a class of plants, {i}", "recall": 0.25} for i in range(150_000)]
+    scores = {"model": "m", "data": "plants", "top1": {"value": 0.5}, "per_class": rows}
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
+    assert (tmp_path / "scores.json").stat().st_size > 10_000_000
+    assert read_column(str(tmp_path)).scores == {"plants": (50, None)}
+
+
 def moved_by(title: object, mean: object) -> dict[str, object]:
     return {"weights": "a\nb|c", "targets": {"x": {"title": title, "mean": mean, "std": None}}}
 

@@ -256,3 +256,14 @@ def test_save_needs_a_vitlab_model(tmp_path: Path) -> None:
     compiled = torch.compile(vitlab.build(VIT))
     save(compiled, tmp_path / "compiled")  # type: ignore[arg-type]
     assert load(tmp_path / "compiled").config == VIT
+
+
+def test_names_that_could_not_be_read_again_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """And of those that may be written, the longest are read."""
+    few = vitlab.create("Ti/8", image_size=8, depth=1, width=8, mlp=8, heads=1, classes=70_000)
+    with pytest.raises(UserError, match=r"the names of 70,000 classes take 11\.\d MB, .* use shorter names$"):
+        vitlab.save(few, tmp_path / "long", labels=[f"{i:0156d}" for i in range(70_000)])
+    assert not (tmp_path / "long").exists()
+    names = [f"{i:0120d}" for i in range(70_000)]
+    vitlab.save(few, tmp_path / "model", labels=names)
+    assert list(vitlab.load(tmp_path / "model").labels or ()) == names

@@ -40,6 +40,7 @@ from vitlab.weights import load
 from vitlab.weights.formats.vitlab import WEIGHTS
 
 NAME, SCORES = "report.html", "scores.json"
+SCORES_LIMIT = 100_000_000  # bytes: of 20,000 classes and every pair that was confused
 
 
 @dataclass(frozen=True)

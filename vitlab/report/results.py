@@ -9,7 +9,7 @@ from vitlab.errors import UserError
 from vitlab.evaluation.describe import describe_scores
 from vitlab.files import read_json, read_text
 from vitlab.html import escape
-from vitlab.report.make import NAME, SCORES
+from vitlab.report.make import NAME, SCORES, SCORES_LIMIT
 
 
 class ReportFile(os.PathLike[str]):
@@ -46,7 +46,7 @@ def read_scores(folder: Path) -> dict[str, Any]:
     path = folder / SCORES
     if not path.is_file():
         raise UserError(f"{folder} has no {SCORES}; `vitlab report {shlex.quote(str(folder))}` writes it")
-    scores = read_json(path)
+    scores = read_json(path, SCORES_LIMIT)
     try:
         describe_scores(scores)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):

@@ -16,7 +16,7 @@ from vitlab.errors import UserError
 from vitlab.evaluation.result import csv_text
 from vitlab.files import read_json, write_text
 from vitlab.report.history import read_history
-from vitlab.report.make import SCORES
+from vitlab.report.make import SCORES, SCORES_LIMIT
 from vitlab.studies.published import DATA, PUBLISHED, Score
 from vitlab.studies.table import table_line
 from vitlab.studies.transfer import RESULTS, TARGETS
@@ -79,7 +79,7 @@ def read_column(place: str) -> Column:
         if stored is not None:
             return read_one(place, folder, stored)
         if (folder / SCORES).is_file():
-            scores = read_json(folder / SCORES)
+            scores = read_json(folder / SCORES, SCORES_LIMIT)
             return Column(place, evaluated(scores, str(scores["data"])), note=f"{scores['model']}, by evaluate")
     except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(f"the results in {place} cannot be read ({type(error).__name__}: {error})") from None
@@ -115,7 +115,7 @@ def read_one(place: str, folder: Path, stored: StoredRun) -> Column:
     report = {key: (value, None) for key, value in last_report(folder / LOG).items()}
     scores = reported(recipe.data, recipe.objective, report)
     if (folder / SCORES).is_file():  # of the report, or of `vitlab evaluate --out`, then perhaps of another set
-        found = read_json(folder / SCORES)
+        found = read_json(folder / SCORES, SCORES_LIMIT)
         scores |= evaluated(found, str(found.get("data", recipe.data)), recipe.data)
     try:
         hours = read_history(folder).seconds / 3600

@@ -18,7 +18,7 @@ from vitlab.data.review_file import apply_review
 from vitlab.data.source import Data
 from vitlab.device import pick_workers
 from vitlab.errors import UserError
-from vitlab.files import atomic_file, check_folder
+from vitlab.files import atomic_file, check_folder, check_names
 from vitlab.models.config import RATES, ModelConfig, Preprocess, ResNetConfig
 from vitlab.models.meta import meta_model
 from vitlab.models.positions import renew_positions
@@ -161,6 +161,7 @@ def prepare_run(
     if stored is not None and not resume:
         raise UserError(f"{out} holds a run already; continue it with --resume, or choose another --out")
     data = open_recipe_data(recipe) if data is None else hold_out_validation(data, recipe.validation)
+    check_names(data.classes)  # before the work of days
     if data.is_multi_label and recipe.objective == "softmax":
         raise UserError(f"{data.name} is multi-label, and softmax chooses one class of all; set objective=sigmoid")
     if data.is_multi_label and recipe.balance != "none":

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from vitlab.errors import UserError
-from vitlab.files import atomic_path, write_errors
+from vitlab.files import atomic_path, check_names, write_errors
 from vitlab.models.card import Card
 from vitlab.models.config import ModelConfig, Preprocess
 from vitlab.models.resnet import ResNet
@@ -56,6 +56,7 @@ def save(
     names = old.labels if labels is None else tuple(labels)
     if names is not None and len(names) != inner.config.classes:
         raise UserError(f"there are {len(names)} class names for {inner.config.classes} classes")
+    check_names(names or ())
     limits = check_thresholds(old.thresholds if thresholds is None else tuple(thresholds), inner.config.classes)
     check_temperature(old.temperature)
     card = replace(old, preprocess=preprocess or old.preprocess, labels=names, thresholds=limits)
