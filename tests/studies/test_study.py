@@ -20,6 +20,7 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from test_transfer import make_set
 
 import vitlab
 from vitlab.cli import main
@@ -410,6 +411,23 @@ def test_a_spread_is_shown_with_the_digits_that_mean_something(tmp_path: Path) -
     assert not failed
     heads, (shown,) = cells(table)
     assert {key: shown[heads.index(heading(key, "%" if key == "share" else ""))] for key in measured} == wanted
+
+
+def test_results_on_other_images_do_not_come_together(tmp_path: Path) -> None:
+    """Unless there are none yet; a set that has moved is the same."""
+    photos, out = tmp_path / "photos", tmp_path / "out"
+
+    def go_on(data: Path, seeds: int, *only: str) -> Table:
+        request = make_request(SMALL, [*TINY, f"data={data}", f"targets={data}", f"seeds={seeds}"], quick=True)
+        return run_study(SMALL, request, out, only=only, console=QUIET)[0]
+
+    make_set(photos)
+    go_on(photos, 1, "dropout-0")
+    Image.new("RGB", (9, 9)).save(photos / "train" / "class 0" / "new.png")
+    with pytest.raises(UserError, match=r"the images of .*photos have changed since the study in .* began; put"):
+        go_on(photos, 1)
+    shutil.rmtree(out / "jobs")
+    assert go_on(photos, 1, "dropout-0").done
 
 
 def test_what_is_timed_is_done_alone(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_targets_are_the_papers_table() -> None:
 
 def test_a_plan_is_the_row_of_the_table(run: Path, tmp_path: Path) -> None:
     """Without settings: the paper's length, learning rates, warm-up and size, three seeds."""
-    made = Transfer(str(run), vitlab.load(run), tmp_path, (), False, QUIET)
+    made = Transfer(str(run), vitlab.load(run), tmp_path, (), False, False, QUIET)
     for name, steps, rates, warmup in (
         ("imagenet", 20_000, (0.003, 0.01, 0.03, 0.06), 500),
         ("cifar100", 10_000, (0.001, 0.003, 0.01, 0.03), 500),
@@ -111,7 +111,7 @@ def test_any_error_ends_its_target_alone(run: Path, tmp_path: Path) -> None:
         def run_target(self, target: Target, data: str) -> Transferred:
             raise RuntimeError("an odd file")
 
-    made = Broken(str(run), vitlab.load(run), tmp_path, (), False, QUIET)
+    made = Broken(str(run), vitlab.load(run), tmp_path, (), False, False, QUIET)
     made.run(choose_targets("pets")[0], "somewhere", "[1/1]")
     assert made.failed["pets"].startswith("RuntimeError: an odd file")
     assert "Traceback" in (tmp_path / "pets/error.txt").read_text()
@@ -232,6 +232,26 @@ def test_killed_at_any_moment_it_ends_with_the_same_table(run: Path, tmp_path: P
     subprocess.run([*words, str(tmp_path / "killed")], check=True, capture_output=True)
     tables = [(tmp_path / name / "table.md").read_text() for name in ("plain", "killed")]
     assert tables[0] == tables[1]
+
+
+@pytest.mark.slow
+def test_results_on_other_images_do_not_come_together(run: Path, tmp_path: Path) -> None:
+    for root, each in (("sets", 6), ("others", 8)):
+        make_set(tmp_path / root / "pets", each=each)
+    short = ("image_size=16", "batch=8", "steps=1", "lr=0.01", "device=cpu", "workers=0", "compile=no")
+    out = tmp_path / "out"
+
+    def go_on(root: str, seeds: int, accept: bool = False) -> Transfer:
+        settings = (*short, f"seeds={seeds}")
+        return run_transfer(str(run), tmp_path / root, out, settings=settings, accept=accept, console=QUIET)
+
+    first = go_on("sets", 1).results["pets"]
+    other = go_on("others", 2)
+    assert "has changed" in other.failed["pets"]
+    assert other.results["pets"] == first
+    (tmp_path / "sets").rename(tmp_path / "moved")  # the same images
+    assert not go_on("moved", 2).failed
+    assert len(go_on("others", 3, accept=True).results["pets"].accuracies) == 3
 
 
 def test_places_are_distinct() -> None:

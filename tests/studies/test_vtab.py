@@ -261,6 +261,22 @@ class Interrupting(Console):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_result_is_not_shown_for_other_images(weights: str, root: Path, tmp_path: Path) -> None:
+    other, out = tmp_path / "other", tmp_path / "out"
+    shutil.copytree(root, other)
+    done = run_vtab(weights, root, out, TWO[:1], steps=1, settings=SMALL, console=QUIET)
+    assert run_vtab(weights, other, out, TWO[:1], steps=1, settings=SMALL, console=QUIET).results == done.results
+    lists = other / TWO[0].name / "test.txt"
+    first, *rest = lists.read_text().splitlines()
+    path, label = first.rsplit(" ", 1)
+    lists.write_text("\n".join([f"{path} {1 - int(label)}", *rest]) + "\n")
+    with pytest.raises(UserError, match=f"the data of {TWO[0].name} has changed since its result"):
+        run_vtab(weights, other, out, TWO[:1], steps=1, settings=SMALL, console=QUIET)
+    kept = run_vtab(weights, other, out, TWO[:1], steps=1, settings=SMALL, accept=True, console=QUIET)
+    assert kept.results == done.results
+
+
 def test_a_stopped_study_resumes(weights: str, root: Path, tmp_path: Path) -> None:
     study(weights, root, tmp_path / "once", steps=12, keep=True)
     with pytest.raises(Stopped, match=r"kitti: stopped at step \d+ of 12.*the same command resumes"):

@@ -2,15 +2,19 @@
 
 import dataclasses
 import json
+import shutil
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
 from small_runs import SMALL, few_digits, skip_report
+from test_received import photos as make_photos
 
+import vitlab
 from vitlab.errors import UserError
 from vitlab.training import search
 from vitlab.training.loop import train
@@ -133,6 +137,31 @@ def test_a_search_that_is_killed_continues(tmp_path: Path, monkeypatch: pytest.M
         run_search(Plan(TINY, {"lr": (0.1,)}, 2), out, resume=True, console=QUIET)
     with pytest.raises(UserError, match="another weight_decay"):
         run_search(Plan(change(TINY, weight_decay=0.5), plan.grid, 2), out, resume=True, console=QUIET)
+
+
+def test_results_of_other_images_or_weights_do_not_come_together(tmp_path: Path) -> None:
+    """Where nothing is finished yet, others may take their place; and images that are gone on with on purpose."""
+    photos, weights, out = tmp_path / "photos", tmp_path / "weights", tmp_path / "search"
+
+    def go_on(seeds: int, accept: bool = False) -> Search:
+        recipe = change(TINY, data=str(photos), weights=str(weights), model_settings={}, batch=4, micro=4, steps=2)
+        plan = Plan(change(recipe, head="new", warmup=0), {}, seeds)
+        return run_search(plan, out, resume=True, accept=accept, console=QUIET)
+
+    vitlab.save(vitlab.create("Ti/2", classes=3, image_size=8, depth=1, width=16, mlp=16, heads=2), weights)
+    make_photos(photos)
+    go_on(1)
+    Image.new("RGB", (9, 9)).save(photos / "class1" / "new.png")
+    with pytest.raises(UserError, match=r"the data of .* has changed: .* is new; .* --accept-data-changes"):
+        go_on(2)
+    assert sorted(go_on(2, accept=True).runs) == [5, 6]
+    assert sorted(go_on(2).runs) == [5, 6]
+    vitlab.save(vitlab.create("Ti/2", classes=3, image_size=8, depth=1, width=16, mlp=16, heads=2), weights)
+    with pytest.raises(UserError, match=r"the weights .* are not those that .* was begun with"):
+        go_on(3)
+    (out / "search.json").write_text(json.dumps(json.loads((out / "search.json").read_text()) | {"runs": {}}))
+    shutil.rmtree(out / "seed-5")
+    assert sorted(go_on(1).runs) == [5]
 
 
 def test_the_command_refuses_what_it_cannot_search(tmp_path: Path, command: Command) -> None:

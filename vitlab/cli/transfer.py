@@ -8,7 +8,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from vitlab.cli.app import console, verb
-from vitlab.cli.options import KeyValues, key_values, numbers
+from vitlab.cli.options import AcceptDataChanges, KeyValues, key_values, numbers
 from vitlab.errors import UserError
 from vitlab.signals import stoppable
 
@@ -28,6 +28,7 @@ def transfer(
         bool, Option("--quick", help="A few steps on the built-in digits: all runs, nothing learns.")
     ] = False,
     keep: Annotated[bool, Option("--keep", help="Keep the fine-tuned models.")] = False,
+    accept: AcceptDataChanges = False,
 ) -> None:
     """Fine-tune a model on the paper's targets and print the table: mean ± deviation of three seeds.
 
@@ -44,7 +45,8 @@ def transfer(
             raise UserError(f"transfer uses one device; {fix}")
         check_folder(out)
         pairs, chosen = tuple(settings or ()), choose_targets(targets)
-        done = run_transfer(run, data, out, chosen, settings=pairs, quick=quick, keep=keep, console=console)
+        how = {"quick": quick, "keep": keep, "accept": accept}
+        done = run_transfer(run, data, out, chosen, settings=pairs, console=console, **how)
     if done.results:
         table = Table("data", *numbers("tested", "lr", "seeds", "accuracy", no_wrap=True))
         for row in table_rows(done.results.values()):

@@ -2,13 +2,13 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
 from typer import Argument, Option
 
 from vitlab.cli.app import console, verb
-from vitlab.cli.options import KeyValues, key_values, numbers, parse_amount, parse_list
+from vitlab.cli.options import AcceptDataChanges, KeyValues, key_values, numbers, parse_amount, parse_list
 from vitlab.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def vtab(
     steps: Annotated[int, Option(help="Training steps per task.")] = 2500,
     tune: Annotated[str | None, Option(help="Learning rates to choose from, on 200 of the images.")] = None,
     keep: Annotated[bool, Option("--keep", help="Keep the fine-tuned model of every task.")] = False,
+    accept: AcceptDataChanges = False,
 ) -> None:
     """Fine-tune a model on the 19 tasks of VTAB-1k, 1,000 images each, by the paper's recipe, and test it.
 
@@ -46,7 +47,8 @@ def vtab(
     check_folder(out)
     folder, chosen, pairs = data or cache_folder() / "vtab-1k", choose(tasks), tuple(settings or ())
     rates = () if tune is None else tuple(parse_list(tune, "--tune", parse_amount))
-    study = run_vtab(run, folder, out, chosen, steps=steps, settings=pairs, rates=rates, keep=keep, console=console)
+    how: dict[str, Any] = {"keep": keep, "accept": accept, "console": console}
+    study = run_vtab(run, folder, out, chosen, steps=steps, settings=pairs, rates=rates, **how)
     print_results(study)
     if study.failed:
         names = ", ".join(study.failed)

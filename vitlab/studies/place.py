@@ -1,6 +1,7 @@
 """The folder of a study: who runs which job, and what came out.
 
 OUT/study.json                 the study and its settings; another study or other settings are refused, but more seeds
+OUT/sets.json                  what the data sets were, by their images' names, sizes and labels
 OUT/jobs/NAME/run              the run folder of a training run
 OUT/jobs/NAME/result.json      a finished job: its command and its numbers, or how it diverged
 OUT/jobs/NAME/error.json       a job that failed the last time; the next call tries it again
@@ -28,11 +29,11 @@ from vitlab.errors import UserError
 from vitlab.files import file_lock, read_json, remove, write_errors, write_text
 from vitlab.settings import check_value
 from vitlab.studies.request import Request, slug
-from vitlab.studies.study import Job, Outcome, Study, Train, job_folder
+from vitlab.studies.study import JOBS, Job, Outcome, Study, Train, job_folder
 from vitlab.training.lock import HELD, Held, folder_lock
 from vitlab.training.recipe import LOOSE
 
-ABOUT, RESULT, ERROR = "study.json", "result.json", "error.json"
+ABOUT, SETS, RESULT, ERROR = "study.json", "sets.json", "result.json", "error.json"
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,19 @@ class Place:
                 check_same(self.out, stored, wanted)
             if stored != wanted:
                 write_text(path, json.dumps(wanted, indent=1) + "\n")
+
+    def check_sets(self, sets: Mapping[str, str]) -> None:
+        """Note the digests of data sets; UserError for a set whose images are others than those of finished jobs."""
+        path = self.out / SETS
+        with file_lock(str(self.out / ".open")):
+            begun = next(self.out.glob(f"{JOBS}/*/{RESULT}"), None) is not None
+            stored = read_json(path) if begun and path.exists() else {}
+            changed = next((name for name, digest in sets.items() if stored.get(name, digest) != digest), None)
+            if changed is not None:
+                fix = "put them back, or use another --out"
+                raise UserError(f"the images of {changed} have changed since the study in {self.out} began; {fix}")
+            if stored != {**stored, **sets}:
+                write_text(path, json.dumps({**stored, **sets}, indent=1) + "\n")
 
     # ---- jobs
 

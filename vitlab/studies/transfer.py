@@ -116,6 +116,7 @@ class Transfer:
     out: Path
     settings: tuple[str, ...]  # key=value for all targets
     keep: bool  # whether the fine-tuned models stay
+    accept: bool  # data that changed since the last attempt
     console: Console
     results: dict[str, Transferred] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -149,8 +150,7 @@ class Transfer:
         """Choose the learning rate on held-out images, then train with each seed."""
         plan, folder = self.plan(target, data), self.out / target.name
         images = len(open_data(data, holdout=plan.recipe.holdout).test)
-        # a broken image may have been replaced since the last attempt
-        search = run_search(plan, folder, resume=True, accept=True, console=self.console)
+        search = run_search(plan, folder, resume=True, accept=self.accept, mended=True, console=self.console)
         if not self.keep:  # a run's checkpoints and weights take many times the size of the model
             for seed in search.seeds:
                 drop_models(folder / f"seed-{seed}")
@@ -172,6 +172,7 @@ class Transfer:
                 settings=(*plain, f"seed={seed}"),
                 rates=plan.grid.get("lr", ()),
                 keep=self.keep,
+                accept=self.accept,
                 console=self.console,
             )
             if study.failed:
@@ -279,12 +280,13 @@ def run_transfer(
     settings: tuple[str, ...] = (),
     quick: bool = False,
     keep: bool = False,
+    accept: bool = False,
     console: Console | None = None,
 ) -> Transfer:
     """Fine-tune `weights` on every target whose data is in `root`; with `quick`, shortly on the built-in digits alone.
 
     `settings` are `key=value` for all targets: `seeds=`, the learning rates to choose from (`lr=0.003,0.01`), and any
-    other of a recipe.
+    other of a recipe. Results in `out` of images that have changed since are refused, unless with `accept`.
     """
     for pair in settings:
         if (key := pair.partition("=")[0]) in FIXED:
@@ -294,7 +296,7 @@ def run_transfer(
         raise UserError(f"only lr can have several values here, not {', '.join(others)}; give {others[0]} one value")
     given = {pair.partition("=")[0] for pair in settings}
     short = tuple(pair for pair in QUICK if pair.partition("=")[0] not in given) if quick else ()
-    transfer = Transfer(weights, load(weights), out, (*short, *settings), keep, console or Console())
+    transfer = Transfer(weights, load(weights), out, (*short, *settings), keep, accept, console or Console())
     if quick:
         transfer.print("quick: a few steps on the built-in digits, to see that everything runs; it proves nothing")
         found = {DIGITS: "digits"}

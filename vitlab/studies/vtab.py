@@ -9,6 +9,7 @@ Results are added to results.json task by task: a task in it is not run again, a
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from vitlab.studies.vtab_tasks import BOTH, GROUPS, SIZES, TASKS, Task, missing_
 from vitlab.text import duration
 from vitlab.training.auto import higher, machine, run_seconds
 from vitlab.training.loop import train
+from vitlab.training.manifest import digest
 from vitlab.training.recipe import LENGTHS, Recipe, difference, override
 from vitlab.training.recipes import find
 from vitlab.training.search import Scores, best_of, try_each
@@ -50,6 +52,7 @@ class Result:
     lr: float
     seconds: float
     trials: Scores = field(default_factory=dict)  # learning rate to accuracy on the 200, where tuned
+    data: str = ""  # the digest of its images
 
     @property
     def rate(self) -> Rate:
@@ -98,7 +101,8 @@ class Study:
         except UserError as error:
             self.fail(task, error)
             return
-        self.results[task.name] = result = Result(report["accuracy"], len(data.test), lr, seconds, trials)
+        about = (report["accuracy"], len(data.test), lr, seconds, trials, digest(data))
+        self.results[task.name] = result = Result(*about)
         self.write()
         if not self.keep:  # a run's checkpoints and fine-tuned weights take 19 times the size of the model in all
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
@@ -187,6 +191,16 @@ class Study:
             raise UserError(f"the results in {path} were made with {other}; use another --out")
         self.results = done
 
+    def check_data(self, tasks: Iterable[Task]) -> None:
+        """Raise UserError where the images of a finished task, if they are still there, are others by now."""
+        for task in tasks:
+            result = self.results.get(task.name)
+            if result is None or not result.data or missing_lists(self.root, task, tuning=False):
+                continue
+            if result.data != digest(open_task(self.root, task)):
+                fix = "use another --out, or keep the result with --accept-data-changes"
+                raise UserError(f"the data of {task.name} has changed since its result in {self.out}; {fix}")
+
 
 def means(results: dict[str, Result]) -> dict[str, dict[str, float | int]]:
     """Compute the mean accuracy of each group and of all tasks, over those that are done, with their number."""
@@ -212,18 +226,21 @@ def run_vtab(
     settings: tuple[str, ...] = (),
     rates: tuple[float, ...] = (),
     keep: bool = False,
+    accept: bool = False,
     console: Console | None = None,
 ) -> Study:
     """Fine-tune `weights` on every task whose data is in `root`; results go to `out`, task by task.
 
     Tasks whose data is missing are printed with its source. `rates` are learning rates to choose from for each task, on
-    200 of its 1,000 images.
+    200 of its 1,000 images. Results of images that have changed since are refused, unless with `accept`.
     """
     model = load(weights)
     recipe = base_recipe(weights, model, steps, settings)
     key = model_key(model, "features", half=False)
     study = Study(out, root, recipe, settings, rates, key, keep, console or Console())
     study.resume()
+    if not accept:
+        study.check_data(tasks)
     absent = {task: missing_lists(root, task, tuning=bool(rates)) for task in tasks if task.name not in study.results}
     for task, lists in absent.items():
         if lists:

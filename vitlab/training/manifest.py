@@ -50,6 +50,11 @@ def list_images(data: Data, hashed: bool) -> str:
     return "".join(lines)
 
 
+def digest(data: Data) -> str:
+    """The sha256 of the names, sizes and labels of all images, for what has no folder of a run."""
+    return hashlib.sha256(list_images(data, hashed=False).encode()).hexdigest()
+
+
 SEPARATORS = {ord(character): f"\\x{ord(character):02x}" for character in "\t\n\r\x1b"}
 
 

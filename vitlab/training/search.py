@@ -1,6 +1,7 @@
 """Several runs of one recipe: settings chosen on held-out images, then the best of them with all images, once per seed.
 
 DIR/search.json      the recipe, the values to choose from, the scores so far and the results
+DIR/data.txt.gz      the images, so that scores and results of changed ones do not come together, see manifest.py
 DIR/trials/...       a trial in progress; its folder is removed once its score is noted
 DIR/seed-0, ...      the runs of the best settings, each the folder of a run
 
@@ -29,10 +30,12 @@ from vitlab.files import read_json, write_text
 from vitlab.settings import Range, check_types, from_json, is_number, parse_settings, to_json
 from vitlab.training.lock import run_lock
 from vitlab.training.loop import TrainResult, train
+from vitlab.training.manifest import check_data, list_images, write_manifest
 from vitlab.training.parallel import Cluster, process_group
 from vitlab.training.recipe import Recipe, change, difference, keys
 from vitlab.training.recorder import Diverged
 from vitlab.training.setup import RECIPE, open_recipe_data
+from vitlab.weights.lora_base import name_base
 
 SEARCH = "search.json"
 NOT_SEARCHED = ("seed", "holdout", "validation")  # with another value of these, scores are of other images
@@ -132,9 +135,11 @@ class Search:
     out: Path
     cluster: Cluster
     console: Console
-    accept: bool = False  # data that changed since a run was interrupted
+    accept: bool = False  # data that changed since a run was finished or interrupted
+    mended: bool = False  # data that changed since a run was interrupted, as when a broken image was replaced
     scores: Scores = field(default_factory=dict)
     runs: dict[int, dict[str, float]] = field(default_factory=dict)  # the test report of each seed
+    base: str = ""  # the sha256 of the weights to start from, where there are some
 
     def run(self) -> None:
         """Run or resume everything."""
@@ -191,7 +196,8 @@ class Search:
 
     def train(self, recipe: Recipe, folder: Path, data: Data | None) -> TrainResult:
         try:
-            return train(recipe, folder, resume=True, accept_data_changes=self.accept, console=self.console, data=data)
+            accept = self.accept or self.mended
+            return train(recipe, folder, resume=True, accept_data_changes=accept, console=self.console, data=data)
         finally:
             free_device()
 
@@ -205,13 +211,28 @@ class Search:
         if self.cluster.first:
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    # ---- search.json
+    # ---- files
+
+    def check_inputs(self) -> None:
+        """Note the images and the weights that all runs have in common; UserError where others are finished already."""
+        recipe = self.plan.recipe
+        base = "" if recipe.weights is None else name_base(recipe.weights, rank=0).sha256
+        begun = bool(self.scores or self.runs)
+        if begun and self.base and base != self.base:
+            fix = "put them back, or use a new --out"
+            raise UserError(f"the weights {recipe.weights} are not those that {self.out} was begun with; {fix}")
+        self.base = base
+        if begun:
+            check_data(self.out, open_recipe_data(recipe), hashed=recipe.hash_data, accept=self.accept)
+        else:
+            write_manifest(self.out, list_images(open_recipe_data(recipe), recipe.hash_data))
 
     def write(self) -> None:
         if self.cluster.first:
             about = {
                 "format": "vitlab/1",
                 "recipe": to_json(self.plan.recipe),
+                "weights": self.base,
                 "grid": self.plan.grid,
                 "trials": self.scores,
                 "best": self.best,
@@ -220,13 +241,14 @@ class Search:
             }
             write_text(self.out / SEARCH, json.dumps(about, indent=1) + "\n")
 
-    def read(self, resume: bool) -> tuple[Scores, dict[int, dict[str, float]]]:
-        """The scores and results in the folder; raises UserError for those of another recipe or other values."""
+    def read(self, resume: bool) -> tuple[Scores, dict[int, dict[str, float]], str]:
+        """The scores, the results and the weights' sha256 in the folder; UserError for those of another recipe or other
+        values."""
         path = self.out / SEARCH
         if (self.out / RECIPE).exists():
             raise UserError(f"{self.out} holds a single run; choose another --out for a search")
         if not path.exists():
-            return {}, {}
+            return {}, {}, ""
         if not resume:
             raise UserError(f"{self.out} holds a search already; continue it with --resume, or choose another --out")
         try:
@@ -235,6 +257,7 @@ class Search:
             grid = {key: tuple(values) for key, values in about["grid"].items()}
             scores = {str(name): None if score is None else float(score) for name, score in about["trials"].items()}
             runs = {int(seed): {k: float(v) for k, v in report.items()} for seed, report in about["runs"].items()}
+            base = str(about.get("weights", ""))
         except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} cannot be read ({error}); use another --out") from None
         odd = difference(self.plan.recipe, stored)
@@ -242,7 +265,7 @@ class Search:
             odd = f"values to choose from ({grid_text(grid) or 'none'})"
         if odd is not None:
             raise UserError(f"the search in {self.out} has another {odd}; continue it as it was, or use a new --out")
-        return scores, runs
+        return scores, runs, base
 
 
 def grid_text(grid: Mapping[str, tuple[float, ...]]) -> str:
@@ -250,13 +273,20 @@ def grid_text(grid: Mapping[str, tuple[float, ...]]) -> str:
 
 
 def run_search(
-    plan: Plan, out: Path, *, resume: bool = False, accept: bool = False, console: Console | None = None
+    plan: Plan,
+    out: Path,
+    *,
+    resume: bool = False,
+    accept: bool = False,
+    mended: bool = False,
+    console: Console | None = None,
 ) -> Search:
     """Run a plan in the folder `out`, or continue it with `resume`; the results are also in its search.json."""
     trials = plan.trials if plan.grid else {}  # made now, so that a wrong value is an error before the first run
     with process_group(plan.recipe.device) as cluster, run_lock(out, cluster):
-        search = Search(plan, out, cluster, console or Console(), accept)
-        search.scores, search.runs = cluster.agree(lambda: search.read(resume))
+        search = Search(plan, out, cluster, console or Console(), accept, mended)
+        search.scores, search.runs, search.base = cluster.agree(lambda: search.read(resume))
+        cluster.agree(search.check_inputs)
         parts = [f"{len(trials)} trials on held-out images"] if trials else []
         parts.append(f"{plan.seeds} run{'s' * (plan.seeds > 1)} with all training images")
         search.print(", then ".join(parts))
