@@ -6,7 +6,7 @@ from pictures import arrays
 from scipy import stats
 
 from vitlab.data.loader import epoch_order
-from vitlab.data.rng import CROP, FLIP, beta, keys, uniforms
+from vitlab.data.rng import CROP, FLIP, HOLDOUT, beta, keys, text_keys, to_unit, uniforms
 
 
 def test_splitmix_reference() -> None:
@@ -30,6 +30,16 @@ def test_a_draw_does_not_depend_on_its_neighbors() -> None:
     many = uniforms(keys(7, 2, np.arange(100)), CROP, 6)
     one = uniforms(keys(7, 2, 42), CROP, 3)
     np.testing.assert_array_equal(many[42, :3], one[0])
+
+
+def test_the_key_of_a_word_is_its_own() -> None:
+    """Whatever words are beside it, longer ones too; and different ones differ, as in a long common beginning."""
+    words = [f"class {i % 7}/photo {i}" for i in range(5_000)] + ["", "a", "a" * 8, "a" * 9, "a" * 16, "b" + "a" * 15]
+    alone = [int(text_keys(np.array([word], np.bytes_))[0]) for word in words[-50:]]
+    together = text_keys(np.array([*words, "x" * 300], np.bytes_))
+    assert together[-51:-1].tolist() == alone
+    assert len(set(together.tolist())) == len(words) + 1
+    assert stats.kstest(to_unit(keys(0, HOLDOUT, together[:5_000])), "uniform").pvalue > 1e-4
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.2, 0.8, 1.0])

@@ -206,6 +206,33 @@ def test_holdout_is_stratified_and_fixed() -> None:
     assert names(one.test) == names(other.test)
 
 
+def test_photos_stay_in_their_split_as_others_come_and_go(tmp_path: Path) -> None:
+    """Else a model that is trained further, or tested again, would be tested on what it has learned from. The shares
+    are kept, so where the number of a class changes one photo may change sides."""
+
+    def splits(validation: float = 0.25) -> dict[str, set[str]]:
+        found = hold_out_validation(open_data(str(root)), validation)
+        return {split: {source.name(i) for i in range(len(source))} for split, source in found.splits.items()}
+
+    root = write_folder(tmp_path / "photos", {"ant": 30, "bee": 30, "cow": 30})
+    before = splits()
+    assert [len(before[split]) for split in ("train", "validation", "test")] == [54, 18, 18]
+    picture(1).save(root / "ant" / "000a.png")  # sorts before nearly all
+    (root / "bee" / "010.png").unlink()
+    write_folder(root, {"aardvark": 9})
+    (root / "a longer name than all others").mkdir()
+    picture(2).save(root / "a longer name than all others" / "and a long name of a photo.png")
+    after = splits()
+    for split, others in (("train", ("test", "validation")), ("test", ("train", "validation"))):
+        assert sum(len(before[split] & after[other]) for other in others) <= 3
+    moved = tmp_path / "moved"
+    root.rename(moved)
+    root = moved
+    assert {split: {Path(n).name for n in names} for split, names in splits().items()} == {
+        split: {Path(n).name for n in names} for split, names in after.items()
+    }
+
+
 def test_holdout_leaves_every_class_an_image() -> None:
     source = arrays(5, 3)  # classes of 2, 2 and 1
     data = assign_splits("x", {"train": source}, 0.9)

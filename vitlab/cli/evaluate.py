@@ -1,6 +1,7 @@
 """`vitlab evaluate`: a model's scores on a data set."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,6 +92,7 @@ def evaluate(
     from vitlab.evaluation.real import read_real
     from vitlab.evaluation.robustness import evaluate_corrupted, write_sheet
     from vitlab.models.guest import Guest
+    from vitlab.training.seen import unseen
     from vitlab.weights.guests import open_measured
 
     check_json_file(json)
@@ -103,7 +105,8 @@ def evaluate(
     names = None if labels is None else read_names(labels, model.config.classes)
     lists = None if real is None else read_real(real)
     holdout, trained = find_holdout(run, data)
-    source, note = open_split(data, split, holdout, trained=trained)
+    left = partial(unseen, Path(run).expanduser())
+    source, note = open_split(data, split, holdout, trained=trained, unseen=left)
     console.print(f"{len(source):,} images of {data}, {split}: {note}", soft_wrap=True)
     if trained and split in ("train", "all"):
         console.remark("note", "the model was trained on most of these images")

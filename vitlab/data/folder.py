@@ -14,6 +14,7 @@ from vitlab.data.decoder import HEIC_FIX, DecodeError, DecodeHint
 from vitlab.data.images import EXTENSIONS, HEIC, BrokenImage, decode, read_file
 from vitlab.data.label_sets import Truth
 from vitlab.data.labels import sort_classes
+from vitlab.data.rng import Keys, text_keys
 from vitlab.data.source import ImageSource
 from vitlab.data.split_names import SPLIT_NAMES
 from vitlab.errors import UserError
@@ -31,6 +32,10 @@ class FileSource(ImageSource):
 
     def name(self, index: int) -> str:
         return str(self.root / os.fsdecode(self.paths[index]))
+
+    def marks(self) -> Keys:
+        words = [os.path.splitext(path)[0] for path in self.paths.tolist()]  # a smaller copy may have another format
+        return text_keys(np.array(words, np.bytes_))
 
     def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         name = self.name(index)

@@ -148,7 +148,7 @@ def has_labels(source: ImageSource) -> bool:
 
 def split_off(source: ImageSource, share: float, purpose: int) -> tuple[Subset, Subset]:
     """The images that stay, and the fraction `share` of each class that is held out, chosen by hashes."""
-    held, hashed = np.zeros(len(source), bool), keys(0, purpose, np.arange(len(source)))
+    held, hashed = np.zeros(len(source), bool), keys(0, purpose, source.marks())
     held[pick_per_class(strata(source), lambda count: holdout_size(count, share), hashed)] = True
     return Subset(source, np.flatnonzero(~held)), Subset(source, np.flatnonzero(held))
 
@@ -167,7 +167,7 @@ def subset_indices(source: ImageSource, seed: int, subset: float | None, per_cla
     """The indices of a stratified subset, ascending; None where all images stay."""
     if subset is not None and per_class is not None:
         raise UserError("give subset or per_class, not both")
-    hashed = keys(seed, SUBSET, np.arange(len(source)))
+    hashed = keys(seed, SUBSET, source.marks())
     if subset is not None:
         if not 0 < subset <= 1:
             raise UserError(f"subset must be above 0 and at most 1, not {subset}")

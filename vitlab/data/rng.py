@@ -35,6 +35,16 @@ def keys(*parts: ArrayLike) -> Keys:
     return key
 
 
+def text_keys(words: NDArray[np.bytes_]) -> Keys:
+    """A key for each word, (n,), whatever other words there are."""
+    width = -(-max(1, words.itemsize) // 8)
+    parts = np.asarray(words, f"S{8 * width}").view("<u8").reshape(len(words), width)
+    key: Keys = np.zeros(len(words), np.uint64)
+    for i, part in enumerate(parts.T):  # a long word among them adds empty parts to the others
+        key = np.where(parts[:, i:].any(1), splitmix64(splitmix64(key + GAMMA) + part), key)
+    return key
+
+
 def uniforms(key: Keys, purpose: int, count: int) -> Floats:
     """Numbers in [0, 1), (n, count), for keys (n,)."""
     return to_unit(keys(key[:, None], purpose, np.arange(count)))

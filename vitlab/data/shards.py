@@ -31,6 +31,7 @@ from vitlab.data.packed_files import (
     open_unbuffered,
     short_digest,
 )
+from vitlab.data.rng import Keys
 from vitlab.data.split_names import group_by_split
 from vitlab.errors import UserError
 from vitlab.files import atomic_file, cache_folder, file_lock
@@ -43,6 +44,7 @@ SEVERAL = re.compile(
 SEPARATOR = re.compile(rb"[\s,;]+")
 MAX_SHARDS, MAX_MEMBERS = 1_000_000, 2_000_000  # that braces may expand to; files in a shard
 MAX_KEY_BYTES, MAX_HEADER_BYTES = 512, 4096
+MARK = re.compile(rb"-([0-9a-f]{16})$")
 
 
 class ShardSource(PackedSource):
@@ -55,6 +57,13 @@ class ShardSource(PackedSource):
 
     def name(self, index: int) -> str:
         return f"{self.urls[self.shard[index]]}: {self.keys[index].decode('utf-8', 'replace')}"
+
+    def marks(self) -> Keys:
+        """Those that the images had in the set of which this is a copy, see shrink.py, where their keys have them."""
+        found = [MARK.search(key) for key in self.keys.tolist()]
+        if all(found):
+            return np.array([int(each[1], 16) for each in found if each], np.uint64)
+        return super().marks()
 
     @staticmethod
     def open_file(url: str) -> io.FileIO:

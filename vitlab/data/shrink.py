@@ -1,8 +1,9 @@
 """`vitlab data shrink`: a copy of a data set with photos no larger than training needs, as tar shards.
 
 Decoding takes most of the time that a photo costs, and it grows with the file. The copy has the splits, the classes,
-the order and the labels of the set, so that the same images are held out of it. A JPEG that would not become smaller
-stays byte for byte; an image that cannot be read stays in its place as an empty file.
+the order and the labels of the set, and keys with the marks by which images are drawn, so that the same images are held
+out of it. A JPEG that would not become smaller stays byte for byte; an image that cannot be read stays in its place as
+an empty file.
 
 Shards are written one after another to a hidden folder beside the result, which gets its name when all are there. After
 an interruption the same call continues with the first shard that is missing.
@@ -29,6 +30,7 @@ from vitlab.data.images import BrokenImage
 from vitlab.data.label_sets import LabelSets
 from vitlab.data.labels import read_classes
 from vitlab.data.open import find_splits, has_labels
+from vitlab.data.rng import Keys
 from vitlab.data.source import ArraySource, ImageSource
 from vitlab.data.workers import AHEAD, CHUNK, BrokenEntry, Chunk, Samples, read_chunks
 from vitlab.errors import UserError
@@ -113,7 +115,7 @@ def begin(part: Path, sources: Mapping[str, ImageSource], how: Shrinking) -> Non
         digest.update(source.truth.tobytes())
         for index in range(len(source)):
             digest.update(source.name(index).encode("utf-8", "surrogateescape") + b"\n")
-    about = {"format": "vitlab/1", **asdict(how), "shard": SHARD, "source": digest.hexdigest()}
+    about = {"format": "vitlab/2", **asdict(how), "shard": SHARD, "source": digest.hexdigest()}
     if (part / ABOUT).exists():
         if read_json(part / ABOUT) != about:
             raise UserError(f"{part} was begun with other images or settings; use those, or remove that folder")
@@ -217,23 +219,23 @@ def write_shards(
                 for images in ranges
                 for start in range(0, len(images), CHUNK)
             )
-            chunks = read_chunks(ShrinkReader(source, how), requests, workers, AHEAD)
+            chunks, marks = read_chunks(ShrinkReader(source, how), requests, workers, AHEAD), source.marks()
             for images in ranges:
                 with atomic_file(shard_path(part, split, images.start)) as file:
                     tar = TarFile(fileobj=file, mode="w")
                     for start in range(0, len(images), CHUNK):
                         chunk = next(chunks)
                         assert isinstance(chunk, EncodedChunk)
-                        write_members(tar, source, images[start : start + CHUNK], chunk.files)
+                        write_members(tar, source, marks, images[start : start + CHUNK], chunk.files)
                         yield from chunk.broken
                         advance(len(chunk.files))
                     tar.close()
 
 
-def write_members(tar: TarFile, source: ImageSource, images: range, files: tuple[bytes, ...]) -> None:
+def write_members(tar: TarFile, source: ImageSource, marks: Keys, images: range, files: tuple[bytes, ...]) -> None:
     for index, content in zip(images, files, strict=True):
         label = " ".join(map(str, source.labels_of(index))).encode()
         for extension, data in (("jpg", content), ("cls", label)):
-            member = TarInfo(f"{index:09d}.{extension}")
+            member = TarInfo(f"{index:09d}-{marks[index]:016x}.{extension}")
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))

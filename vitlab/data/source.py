@@ -9,7 +9,7 @@ from PIL import Image
 
 from vitlab.data.decoder import DecodeHint
 from vitlab.data.label_sets import LabelSets, Truth
-from vitlab.data.rng import Ints
+from vitlab.data.rng import Ints, Keys
 from vitlab.errors import UserError
 
 
@@ -57,6 +57,11 @@ class ImageSource:
     def name(self, index: int) -> str:
         """The file or row, for logs."""
         raise NotImplementedError
+
+    def marks(self) -> Keys:
+        """The numbers by which images are drawn, (n,): that of a file follows from its name, so that it is drawn again
+        after others were added or removed; any other image has its place."""
+        return np.arange(len(self), dtype=np.uint64)
 
     def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         """The upright RGB image; raises BrokenImage. `shrink` allows a smaller one, see decoder.py."""
@@ -120,6 +125,9 @@ class Subset(ImageSource):
 
     def name(self, index: int) -> str:
         return self.source.name(int(self.indices[index]))
+
+    def marks(self) -> Keys:
+        return self.source.marks()[self.indices]
 
     def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         return self.source.image(int(self.indices[index]), shrink)

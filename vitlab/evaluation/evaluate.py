@@ -3,6 +3,7 @@
 Shapes: n images, K classes of the model.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -15,7 +16,7 @@ from vitlab.data.imagenet import CLASSES
 from vitlab.data.label_sets import make_sets
 from vitlab.data.open import check_split, find_splits, make_data
 from vitlab.data.rng import Ints
-from vitlab.data.source import ImageSource, Subset
+from vitlab.data.source import Data, ImageSource, Subset
 from vitlab.errors import UserError
 from vitlab.evaluation.classes import Names, imagenet_order, match_classes
 from vitlab.evaluation.extract import ExtractOptions, extract_values
@@ -31,10 +32,18 @@ from vitlab.text import listed
 SPLITS = ("test", "validation", "train", "all")
 
 
-def open_split(spec: str, split: str, holdout: float = 0.2, *, trained: bool = False) -> tuple[ImageSource, str]:
+def open_split(
+    spec: str,
+    split: str,
+    holdout: float = 0.2,
+    *,
+    trained: bool = False,
+    unseen: Callable[[Data], Data] = lambda data: data,
+) -> tuple[ImageSource, str]:
     """Open one split (train, validation, test or all) of a data set; return its images and a note on their origin.
 
-    A set without training images is a test set as it is, unless the model was `trained` on part of it.
+    A set without training images is a test set as it is, unless the model was `trained` on part of it. `unseen` leaves
+    out test images that the model has learned from.
     """
     if split not in SPLITS:
         raise UserError(f"there is no split '{split}'; write {listed(SPLITS)}")
@@ -50,6 +59,7 @@ def open_split(spec: str, split: str, holdout: float = 0.2, *, trained: bool = F
         check_split(splits[own], spec, own)
         return splits[own], f"every image of the set's {own} split"
     data = make_data(spec, splits, preferred or holdout)
+    data = unseen(data) if split == "test" else data
     chosen: ImageSource | None = getattr(data, split)
     if chosen is None:
         raise UserError(f"'{spec}' has no validation split of its own ({data.note}); use --split test or train")

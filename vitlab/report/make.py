@@ -33,6 +33,7 @@ from vitlab.report.subject import Subject, Tested
 from vitlab.report.verdict import judge
 from vitlab.terminal import progress, warn
 from vitlab.training.recipe import Recipe
+from vitlab.training.seen import unseen
 from vitlab.training.setup import RECIPE, open_recipe_data
 from vitlab.training.stages import read_stages
 from vitlab.training.trust import check_trusted_data, check_trusted_review
@@ -96,7 +97,7 @@ def make_page(
     drawn: bool,
 ) -> tuple[str, Evaluation | MultiEvaluation | None]:
     model = load(folder)
-    opened = data if isinstance(data, Data) else open_run_data(history.recipe, data)
+    opened = data if isinstance(data, Data) else unseen(folder, open_run_data(history.recipe, data))
     numbers = sum(p.numel() for p in model.parameters()), forward_flops(model.config), (folder / WEIGHTS).stat().st_size
     subject = Subject(run, history, model.config, opened, *numbers, read_stages(folder))
     start = time.monotonic()

@@ -135,17 +135,23 @@ def write_manifest(out: Path, text: str) -> None:
         file.write(gzip.compress(text.encode(), 1, mtime=0))
 
 
+def read_manifest(out: Path, most: int) -> str:
+    """The text of a run's manifest, at most so many bytes of it and some more; UserError where it cannot be read."""
+    try:
+        with gzip.open(out / NAME, "rb") as file:
+            return file.read(most + SPARE).decode("utf-8", "backslashreplace")
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{out / NAME} cannot be read ({brief(error)})") from None
+
+
 def find_changes(out: Path, text: str) -> list[str] | None:
     """How the manifest `text` differs from that of the run in `out`, a line per change; None where it has none."""
-    path = out / NAME
-    if not path.exists():
+    if not (out / NAME).exists():
         return None
     try:
-        with gzip.open(path, "rb") as file:
-            stored = file.read(len(text.encode()) * 4 + SPARE)
-    except (OSError, EOFError, zlib.error) as error:
-        return [f"{path} cannot be read ({brief(error)})"]
-    before = stored.decode("utf-8", "backslashreplace")
+        before = read_manifest(out, len(text.encode()) * 4)
+    except UserError as error:
+        return [str(error)]
     return [] if before == text else list(describe_changes(parse(before), parse(text))) or ["the order of the images"]
 
 
