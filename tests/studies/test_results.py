@@ -141,6 +141,15 @@ def test_what_is_no_accuracy_of_a_test_set_does_not_stand_in_its_column(tmp_path
     assert (begun.scores, begun.note) == ({}, "no seed is done yet")
     none = read_column(write("vtab/results.json", {"means": {}, "tasks": {}}))
     assert (none.scores, none.note) == ({}, "VTAB: no task is done yet")
+    few = scores("sets/pets", "test") | {"mapping": "map.json"}
+    assert list(read_column(write("mapped/scores.json", few)).scores) == ["Oxford-IIIT Pets, mapped"]
+    few |= {"restricted": True, "classes": ["tabby", "beagle", "boxer"]}
+    assert list(read_column(write("mapped/scores.json", few)).scores) == ["Oxford-IIIT Pets, among 3 classes"]
+    objects = scores("sets/objectnet", "test") | {"mapping": "map.json"}
+    assert list(read_column(write("mapped/scores.json", objects)).scores) == ["ObjectNet"]
+    vtab = {"title": "VTAB (19 tasks)", "mean": 0.5, "std": None, "images": 2}
+    found = read_column(write("two/results.json", {"weights": "w", "targets": {"vtab": vtab}}))
+    assert found.note == "transfer of w; VTAB: 2 of 19 tasks"
     titles = {"test": "ObjectNet", "all": "ObjectNet", "train": "ObjectNet, train"}
     for split, title in titles.items():
         assert list(read_column(write("tested/scores.json", scores("sets/objectnet/", split))).scores) == [title]

@@ -208,7 +208,7 @@ def test_vtab_has_the_settings_and_a_learning_rate_for_each_task(run: Path, tmp_
         str(run), tmp_path / "sets", tmp_path / "out", settings=(*SMALL, "warmup=2", "seeds=1"), console=QUIET
     )
     assert done.results["vtab"].lr is None
-    assert "| VTAB (19 tasks) | 2 | by task | 1 |" in (tmp_path / "out/table.md").read_text()
+    assert "| VTAB (19 tasks) | 2 of 19 tasks | by task | 1 |" in (tmp_path / "out/table.md").read_text()
     for task in ("cifar", "kitti"):
         recipe = json.loads((tmp_path / f"out/vtab/seed-0/{task}/recipe.json").read_text())["recipe"]
         assert recipe["warmup"] == 2

@@ -115,6 +115,8 @@ def evaluate(
     result: Evaluation | MultiEvaluation
     about: dict[str, Any] = {"model": run, "data": data, "split": split, "note": note}
     about |= {"guest": model.title} if isinstance(model, Guest) else {}
+    about |= {} if mapping is None else {"mapping": str(mapping)}
+    about |= {"restricted": True} if restrict else {}
     robust: Robustness | None = None
     with stoppable(describe_stop(keep)):
         if model.card.thresholds is not None or source.label_sets is not None:

@@ -20,6 +20,7 @@ from vitlab.report.make import SCORES, SCORES_LIMIT
 from vitlab.studies.published import DATA, PUBLISHED, Score
 from vitlab.studies.table import table_line
 from vitlab.studies.transfer import RESULTS, TARGETS
+from vitlab.studies.vtab_tasks import TASKS
 from vitlab.text import counted
 from vitlab.training.log import LOG, last_report
 from vitlab.training.recipe import is_settled
@@ -27,6 +28,7 @@ from vitlab.training.recipes import run_flops
 from vitlab.training.search import SEARCH
 from vitlab.training.setup import StoredRun, read_run
 
+MAPPED = "ObjectNet"  # whose published numbers are of models with ImageNet's classes, too
 COST = ("TPUv3-core-days", "exaFLOPs", "hours here")
 
 
@@ -92,7 +94,9 @@ def read_results(place: str, folder: Path) -> Column:
     about = read_json(folder / RESULTS)
     if "targets" in about:
         scores = {str(each["title"]): percent(each["mean"], each["std"]) for each in about["targets"].values()}
-        return Column(place, scores, note=f"transfer of {about['weights']}")
+        tasks = about["targets"].get("vtab", {}).get("images")
+        part = "" if tasks in (None, len(TASKS)) else f"; VTAB: {tasks} of {len(TASKS)} tasks"
+        return Column(place, scores, note=f"transfer of {about['weights']}{part}")
     mean = about["means"].get("all")
     if mean is None and "tasks" in about:
         return Column(place, {}, note="VTAB: no task is done yet")
@@ -137,6 +141,10 @@ def evaluated(scores: dict[str, Any], data: str, trained: str = "") -> dict[str,
     title, split = title_of(data), str(scores.get("split", "test"))
     if split != "test" and (split != "all" or title == title_of(trained)):
         title = f"{title}, {split}"
+    if scores.get("restricted"):  # with fewer to choose from, which is another task
+        title = f"{title}, among {len(scores['classes'])} classes"
+    elif scores.get("mapping") and title != MAPPED:
+        title = f"{title}, mapped"
     if scores.get("multi_label"):
         return {f"{title}, mAP": percent(scores["map"], None)}
     found = {title: percent(scores["top1"]["value"], None)}

@@ -29,6 +29,7 @@ from vitlab.files import read_json, write_text
 from vitlab.models.variants import Model
 from vitlab.settings import parse_settings
 from vitlab.studies.vtab import means, run_vtab
+from vitlab.studies.vtab_tasks import TASKS
 from vitlab.text import listed
 from vitlab.training.auto import higher
 from vitlab.training.lock import folder_lock
@@ -134,7 +135,8 @@ class Transfer:
             return
         self.results[target.name] = result
         self.write()
-        self.print(f"{target.title}: {percent(result)}")
+        title, tested, *_, accuracy = next(iter(table_rows([result])))
+        self.print(f"{title}: {accuracy}, {tested} tested")
 
     def fail(self, target: Target, error: Exception) -> None:
         """Note that a target failed; an error that is none of the user's leaves its traceback for a report."""
@@ -257,7 +259,8 @@ def lasting(settings: Iterable[str]) -> tuple[tuple[object, ...], int]:
 
 def table_rows(results: Iterable[Transferred]) -> Iterable[tuple[str, ...]]:
     for r in results:
-        yield r.title, f"{r.images:,}", "by task" if r.lr is None else f"{r.lr:g}", f"{len(r.accuracies)}", percent(r)
+        tested = f"{r.images} of {len(TASKS)} tasks" if r.title == VTAB.title else f"{r.images:,}"
+        yield r.title, tested, "by task" if r.lr is None else f"{r.lr:g}", f"{len(r.accuracies)}", percent(r)
 
 
 def percent(result: Transferred) -> str:
