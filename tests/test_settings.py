@@ -107,6 +107,12 @@ def test_ranges(given: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_two_values_of_one_setting_contradict_each_other() -> None:
+    assert parse_settings(["lr=0.1", "steps=3", "lr=0.1"], keys()) == {"lr": 0.1, "steps": 3}
+    with pytest.raises(UserError, match=r"lr is given twice, as 0\.1 and as 0\.2; leave one of them"):
+        parse_settings(["lr=0.1", "lr=0.2"], keys())
+
+
 def test_tables_show_type_default_and_help() -> None:
     rows = [(s.name, s.type, s.default, s.help) for s in describe(Small)]
     assert rows == [

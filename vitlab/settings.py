@@ -241,11 +241,14 @@ def from_json(kind: type[T], data: Mapping[str, Any]) -> T:
 def parse_settings(pairs: Iterable[str], known: Mapping[str, Any]) -> dict[str, Any]:
     """`["dropout=0.1", "image_size=384"]` as typed values, by the annotations in `known`."""
     settings: dict[str, Any] = {}
+    given: dict[str, str] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals:
             raise UserError(f"'{pair}' is not a setting; write key=value, such as dropout=0.1")
         check_key(key, known)
+        if given.setdefault(key, text) != text:
+            raise UserError(f"{key} is given twice, as {given[key]} and as {text}; leave one of them")
         settings[key] = check_value(parse_value(text, known[key], key), known[key], key)
     return settings
 

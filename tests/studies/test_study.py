@@ -552,6 +552,8 @@ def test_wrong_settings_are_errors(pair: str, message: str) -> None:
 
 
 def test_a_setting_that_the_study_varies_is_refused() -> None:
+    with pytest.raises(UserError, match="'per_class' is what the study 'data' varies"):  # by subset=
+        all_rows(STUDIES["data"], make_request(STUDIES["data"], ["per_class=3"], quick=True))
     with pytest.raises(UserError, match="'dropout' is what the study 'dropout' varies"):
         list(rows(make_request(SMALL, ["dropout=0.1"]), 0))
 

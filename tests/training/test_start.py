@@ -19,6 +19,7 @@ from vitlab.models.vit import ViT
 from vitlab.training.loop import train
 from vitlab.training.recipe import Recipe, change
 from vitlab.training.setup import initial_model
+from vitlab.training.start import check_named_model
 from vitlab.weights import load
 
 OWN, OTHER = ("ant", "bee", "cat", "dog"), ("elk", "fox", "gnu", "hen")
@@ -124,3 +125,22 @@ def test_a_resumed_run_keeps_its_provenance(tmp_path: Path) -> None:
     (tmp_path / "run" / "model.safetensors").unlink()
     train_small(tmp_path / "run", steps=4, resume=True)
     assert json.loads(config.read_text()) == before
+
+
+def test_a_named_model_must_be_that_of_the_weights(tmp_path: Path) -> None:
+    """The weights decide what is trained, so another name would be passed over."""
+    vitlab.save(vitlab.create("Ti/16", image_size=32, classes=3), tmp_path / "ti")
+    vitlab.save(vitlab.create("R50x1", image_size=32, classes=3), tmp_path / "resnet")
+    recipe = Recipe("Ti/16", "digits", steps=1, weights=str(tmp_path / "ti"))
+    check_named_model(recipe)
+    check_named_model(change(recipe, image_size=(48, 48)))
+    for model, words in (
+        ("B/16", r"ti is no B/16: it has width=192, not 768; leave model"),
+        ("Ti/8", r"patch=16, not 8"),
+        ("R50x1", "ti is no R50x1; leave model"),
+        ("R26+Ti/16", "ti is no"),
+    ):
+        with pytest.raises(UserError, match=words):
+            check_named_model(change(recipe, model=model))
+    with pytest.raises(UserError, match="stages"):
+        check_named_model(change(recipe, model="R101x1", weights=str(tmp_path / "resnet")))

@@ -13,6 +13,7 @@ from vitlab.errors import UserError
 from vitlab.signals import stoppable
 
 if TYPE_CHECKING:
+    from vitlab.training.recipe import Recipe
     from vitlab.training.search import Plan
 
 
@@ -39,8 +40,6 @@ def train(
     """
     with stoppable(STOPPED_EARLY):
         from vitlab.training.parallel import is_restarted
-        from vitlab.training.recipe import override
-        from vitlab.training.recipes import check_ready, find
         from vitlab.training.search import SEARCH, Plan, split_pairs
         from vitlab.training.setup import recipe_to_resume
 
@@ -51,7 +50,7 @@ def train(
         if grid or seeds is not None:
             if recipe is None:
                 raise UserError("name the recipe to search with, as in `vitlab train digits lr=0.003,0.01`")
-            plan = Plan(check_ready(recipe, override(find(recipe).recipe, plain)), grid, seeds or 1)
+            plan = Plan(named_recipe(recipe, plain, resume), grid, seeds or 1)
             search_and_print(plan, out, resume, accept)
         elif (out / SEARCH).exists():
             raise UserError(f"{out} holds a search; repeat its command with --resume, or choose another --out")
@@ -61,7 +60,19 @@ def train(
                 raise UserError("name a recipe, as in `vitlab train digits`; `vitlab recipes` lists them")
             train_and_report(stored, out, resume, accept)
         else:
-            train_and_report(check_ready(recipe, override(find(recipe).recipe, pairs)), out, resume, accept)
+            train_and_report(named_recipe(recipe, pairs, resume), out, resume, accept)
+
+
+def named_recipe(name: str, pairs: list[str], resume: bool) -> "Recipe":
+    """A recipe with the user's settings; UserError where these contradict each other."""
+    from vitlab.training.recipe import override
+    from vitlab.training.recipes import check_ready, find
+    from vitlab.training.start import check_named_model
+
+    recipe = check_ready(name, override(find(name).recipe, pairs))
+    if not resume and any(pair.startswith("model=") for pair in pairs):  # else the weights may be gone
+        check_named_model(recipe)
+    return recipe
 
 
 def search_and_print(plan: "Plan", out: Path, resume: bool, accept: bool) -> None:

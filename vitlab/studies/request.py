@@ -152,7 +152,8 @@ def check_free(study: str, row: Iterable[str], given: Iterable[str]) -> None:
     """Raise UserError for a setting of the user that the rows of the study vary."""
     own = {pair.partition("=")[0] for pair in row}
     for pair in given:
-        if (key := pair.partition("=")[0]) in own:
+        key = pair.partition("=")[0]
+        if key in own or (key == "per_class" and "subset" in own):  # which choose the same images
             raise UserError(f"'{key}' is what the study '{study}' varies, so it cannot have one value; leave it")
 
 

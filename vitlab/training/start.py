@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from vitlab.data.source import Data
 from vitlab.errors import UserError
 from vitlab.models.meta import fill_model
+from vitlab.models.names import configure
 from vitlab.models.variants import Model
 from vitlab.training.recipe import Recipe
 from vitlab.training.teacher import name_teacher
-from vitlab.weights.load import Checkpoint, find_origin, replace_head
+from vitlab.weights.load import Checkpoint, find_origin, load, replace_head
 
 log = logging.getLogger("vitlab")
 
@@ -35,6 +36,20 @@ def choose_head(model: Model, recipe: Recipe, classes: tuple[str, ...]) -> Model
     new = fill_model(changed.config, changed.tensors)
     new.card = changed.card
     return new
+
+
+def check_named_model(recipe: Recipe) -> None:
+    """Raise UserError where a model that the user named is not that of the weights, which decide what is trained."""
+    if recipe.weights is None:
+        return
+    found, named = load(recipe.weights).config, configure(recipe.model, {})
+    shape = ("depth", "width", "heads", "mlp", "patch", "stages")
+    if type(found) is not type(named):
+        raise UserError(f"{recipe.weights} is no {recipe.model}; leave model, or start without weights")
+    for key in shape:
+        if getattr(found, key, None) != getattr(named, key, None):
+            has = f"it has {key}={getattr(found, key)}, not {getattr(named, key)}"
+            raise UserError(f"{recipe.weights} is no {recipe.model}: {has}; leave model, or start without weights")
 
 
 def have_same_names(own: tuple[str, ...], classes: tuple[str, ...]) -> bool:
