@@ -98,7 +98,10 @@ def test_what_is_beside_is_reported_and_comes_with_the_next_conversion(
         code, _, err = command("convert", str(tmp_path / "ours"), str(tmp_path / "vit.pth"), "--to", "torchvision")
     assert code == 0, err
     assert "vit.pth.vitlab.json" in caplog.text
-    assert "preprocessing and class names" in caplog.text
+    assert (
+        "cannot hold preprocessing (bicubic, crop 0.95, mean 0.1, 0.25, 0.4, std 0.3, 0.2, 0.6) or class" in caplog.text
+    )
+    assert "temperature" not in caplog.text  # it is 1
     convert(tmp_path / "vit.pth", tmp_path / "again", "vitlab")
     assert load(tmp_path / "again").card.labels == tuple(NAMES)
     with pytest.raises(UserError, match=r"vit\.pth exists"):
@@ -110,6 +113,33 @@ def test_what_is_beside_is_reported_and_comes_with_the_next_conversion(
     with pytest.raises(UserError, match="cannot express"):
         convert(tmp_path / "ours", tmp_path / "new.npz", "google")
     assert not list(tmp_path.glob("*new.npz*"))
+
+
+@pytest.mark.parametrize("to", ["huggingface", "timm"])
+def test_what_a_folder_holds_is_not_reported_as_lost(to: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder's own JSON has preprocessing and class names; the temperature alone has no place there."""
+    with caplog.at_level(logging.INFO, "vitlab"):
+        for temperature in (1.0, 1.25):
+            model = build(VIT)
+            model.card = dataclasses.replace(model.card, temperature=temperature)
+            save(model, tmp_path / f"{temperature}", preprocess=ODD, labels=NAMES)
+            caplog.clear()
+            convert(tmp_path / f"{temperature}", tmp_path / f"{temperature}-{to}", to)
+            lines = [line for line in caplog.messages if "cannot hold" in line]
+            assert len(lines) == (temperature != 1)
+    assert "the temperature (divide logits by 1.25" in lines[0]
+    assert "preprocessing" not in lines[0]
+    assert "class names" not in lines[0]
+    assert load(tmp_path / f"1.25-{to}").card.temperature == 1.25
+    assert NAMES[3] in str(json.loads((tmp_path / f"1.25-{to}" / "config.json").read_text()))
+
+
+def test_class_names_of_a_family_that_has_none_are_kept(tmp_path: Path) -> None:
+    """transformers' CLIP has a projection in place of a head, and no names for it."""
+    clip = dataclasses.replace(VIT, norm_before=True, embed_bias=False, gelu="quick", norm_eps=1e-5)
+    save(build(clip), tmp_path / "ours", labels=NAMES)
+    convert(tmp_path / "ours", tmp_path / "hub", "huggingface")
+    assert load(tmp_path / "hub").card.labels == tuple(NAMES)
 
 
 def test_a_caller_goes_before_what_is_beside(tmp_path: Path) -> None:

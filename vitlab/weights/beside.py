@@ -6,7 +6,7 @@ never used.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from vitlab.files import read_json, sha256, write_text
 from vitlab.models.card import Card
 from vitlab.models.config import ModelConfig, Preprocess
 from vitlab.settings import annotations, check_value, from_json, to_json
-from vitlab.weights.formats.base import FormatDefaults, settings_of
+from vitlab.text import listed
+from vitlab.weights.formats.base import CardPart, FormatDefaults, settings_of
 
 FORMAT = "vitlab-beside/1"
 
@@ -68,8 +69,18 @@ def stored_settings(data: Mapping[str, Any]) -> FormatDefaults:
     return from_json(FormatDefaults, {**settings, **checked, "preprocess": preprocess})
 
 
+def describe_parts(card: Card, parts: Iterable[CardPart]) -> str:
+    """Parts of a card in words, for a message to those who load the weights elsewhere."""
+    words: dict[CardPart, str] = {
+        "preprocess": f"preprocessing ({describe_preprocess(card.preprocess)})",
+        "labels": "class names",
+        "thresholds": "the classes' thresholds",
+        "temperature": f"the temperature (divide logits by {card.temperature:.6g} for its probabilities)",
+    }
+    return listed([words[part] for part in words if part in parts])
+
+
 def describe_preprocess(p: Preprocess) -> str:
-    """Preprocessing in words, for a message to those who load the weights elsewhere."""
     mean, std = (", ".join(f"{x:g}" for x in color) for color in (p.mean, p.std))
     fit = "stretched" if p.fit == "stretch" else f"crop {p.crop:g}"
     return f"{p.interpolation}, {fit}, mean {mean}, std {std}"

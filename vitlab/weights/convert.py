@@ -14,10 +14,10 @@ from vitlab.files import atomic_path
 from vitlab.models.config import Preprocess, Size, as_size
 from vitlab.settings import from_json, takes
 from vitlab.text import listed
-from vitlab.weights.beside import beside_path, describe_preprocess, write_beside
+from vitlab.weights.beside import beside_path, describe_parts, write_beside
 from vitlab.weights.fold import fold_normalization
 from vitlab.weights.formats import google
-from vitlab.weights.formats.base import FormatDefaults
+from vitlab.weights.formats.base import CardPart, FormatDefaults
 from vitlab.weights.formats.google_names import STYLES
 from vitlab.weights.formats.vitlab import NAME, WEIGHTS
 from vitlab.weights.load import WRITERS, Checkpoint, check_format, read_checkpoint
@@ -39,8 +39,8 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format, tensor for tensor, in the precision it has.
 
-    Preprocessing and class names that the target cannot hold are written beside it, as NAME.vitlab.json, where `load`
-    finds them.
+    Preprocessing, class names, thresholds and a temperature that the target cannot hold are written beside it, as
+    NAME.vitlab.json, where `load` finds them.
 
     Args:
         source: anything that `vitlab.load` takes.
@@ -79,29 +79,28 @@ def convert(
         raise UserError(f"convert does not resample positions; load {source} with image_size={size} and save that")
     if fold:
         checkpoint = fold_checkpoint(checkpoint, WRITERS[to].PREPROCESS)
-    held = WRITERS[to].holds_card(checkpoint.config, checkpoint.card, folder)
-    write_files(checkpoint, path, to, folder, write, held)
+    lost = WRITERS[to].lost(checkpoint.config, checkpoint.card, folder)
+    write_files(checkpoint, path, to, folder, write, lost)
 
 
 def write_files(
-    checkpoint: Checkpoint, path: Path, to: str, folder: bool, write: Callable[..., None], held: bool
+    checkpoint: Checkpoint, path: Path, to: str, folder: bool, write: Callable[..., None], lost: list[CardPart]
 ) -> None:
     """Write a file or a folder, and what it does not hold of the card beside the weights."""
     c, card = checkpoint.config, checkpoint.card
     beside = beside_path(path / WEIGHTS if folder else path)
-    if not held and beside.exists():
+    if lost and beside.exists():
         raise UserError(f"{beside} exists; remove it or name another place")
-    with removed_after_error(None if held else beside), atomic_path(path, folder) as new:
+    with removed_after_error(beside if lost else None), atomic_path(path, folder) as new:
         write(c, checkpoint.tensors, card, new)
-        if not held:  # complete before the weights get their name, so that they are never there without it
+        if lost:  # complete before the weights get their name, so that they are never there without it
             weights = new / WEIGHTS if folder else new
             write_beside(c, card, weights, beside_path(weights) if folder else beside)
     if card.unknown is not None and to != NAME:
         log.info('%s cannot hold what answers "none of these"; only a vitlab folder can', path)
-    if not held:
-        words = "preprocessing" if card.labels is None else "preprocessing and class names"
-        how = describe_preprocess(card.preprocess)
-        log.info("%s cannot hold %s (%s): written to %s, for vitlab.load alone", path, words, how, beside)
+    if lost:
+        words = describe_parts(card, lost)
+        log.info("%s cannot hold %s: written to %s, for vitlab.load alone", path, words, beside)
 
 
 def fold_checkpoint(checkpoint: Checkpoint, theirs: Preprocess) -> Checkpoint:

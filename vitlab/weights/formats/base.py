@@ -6,10 +6,10 @@ weights, then the format's default, which is logged.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol, get_args
 
 from torch import Tensor
 
@@ -62,6 +62,17 @@ ROTARY = ("rotary", "rotary_layout", "rotary_base", "rotary_grid")
 OWN = ("heads", "gelu", "norm_eps", "pool", *ROTARY)  # a ViT's fields of the same name; the others are a ResNet's
 
 
+# What a format may have no place for, and the JSON beside a file has
+CardPart = Literal["preprocess", "labels", "thresholds", "temperature"]
+PARTS: tuple[CardPart, ...] = get_args(CardPart)
+
+
+def parts_of(card: Card, parts: Iterable[CardPart] = PARTS) -> list[CardPart]:
+    """Those of the parts that a card has; a temperature of 1 and no class names are none."""
+    empty = Card()
+    return [part for part in parts if part == "preprocess" or getattr(card, part) != getattr(empty, part)]
+
+
 @dataclass(frozen=True)
 class RawCheckpoint:
     """An opened checkpoint: a file's tensors and the JSON with it (empty where there is none)."""
@@ -112,7 +123,7 @@ class Format(Reader, Protocol):
 
     def write(self, config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None: ...
 
-    def holds_card(self, config: ModelConfig, card: Card, folder: bool) -> bool: ...  # whether what it writes does
+    def lost(self, config: ModelConfig, card: Card, folder: bool) -> list[CardPart]: ...  # what it writes lacks these
 
 
 def settings_of(c: ModelConfig) -> FormatDefaults:

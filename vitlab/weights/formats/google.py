@@ -18,7 +18,7 @@ from torch import Tensor
 from vitlab.errors import UserError
 from vitlab.models.card import Card
 from vitlab.models.config import ModelConfig, Pool, Preprocess, ResNetConfig, Size
-from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
+from vitlab.weights.formats.base import CardPart, FormatDefaults, ParsedCheckpoint, RawCheckpoint, parts_of
 from vitlab.weights.formats.express import cannot_express, check_resnet, check_settings, check_vit
 from vitlab.weights.formats.google_names import (
     BIG_VISION,
@@ -219,8 +219,8 @@ def bit_table(stages: Sequence[int]) -> list[Row]:
 # ---- writing
 
 
-def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
-    return False
+def lost(config: ModelConfig, card: Card, folder: bool) -> list[CardPart]:
+    return parts_of(card)
 
 
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path, names: str = "published") -> None:

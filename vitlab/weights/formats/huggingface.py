@@ -21,7 +21,7 @@ from vitlab.models.card import Card
 from vitlab.models.config import Gelu, ModelConfig, Pool, Preprocess, Size, ViTConfig, as_size
 from vitlab.settings import check_value
 from vitlab.text import listed
-from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
+from vitlab.weights.formats.base import CardPart, FormatDefaults, ParsedCheckpoint, RawCheckpoint, parts_of
 from vitlab.weights.formats.express import cannot_express, check_vit
 from vitlab.weights.formats.huggingface_families import (
     CLIP,
@@ -212,8 +212,11 @@ def default_labels(classes: int) -> dict[str, str]:
 # ---- writing
 
 
-def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
-    return card.thresholds is None and card.temperature == 1 and has_processor(config, card)
+def lost(config: ModelConfig, card: Card, folder: bool) -> list[CardPart]:
+    parts: list[CardPart] = ["thresholds", "temperature"]
+    parts += [] if has_processor(config, card) else ["preprocess"]
+    parts += ["labels"] if pick_family(config) is CLIP else []
+    return parts_of(card, parts)
 
 
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:

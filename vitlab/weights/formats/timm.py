@@ -18,7 +18,7 @@ from vitlab.files import save_tensors
 from vitlab.models.card import Card
 from vitlab.models.config import Fit, ModelConfig, Pool, Preprocess, ResNetConfig, Size, ViTConfig, as_size
 from vitlab.settings import from_json
-from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
+from vitlab.weights.formats.base import PARTS, CardPart, FormatDefaults, ParsedCheckpoint, RawCheckpoint, parts_of
 from vitlab.weights.formats.express import check_resnet, check_settings, check_vit
 from vitlab.weights.formats.shapes import count_units, default_heads, read_resnet, read_vit, stored_shape
 from vitlab.weights.formats.table import expand, from_vitlab, refuse_foreign
@@ -236,8 +236,8 @@ def read_size(source: RawCheckpoint) -> Size | None:
 # ---- writing
 
 
-def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
-    return folder and card.thresholds is None and card.temperature == 1
+def lost(config: ModelConfig, card: Card, folder: bool) -> list[CardPart]:
+    return parts_of(card, ("thresholds", "temperature") if folder else PARTS)
 
 
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from vitlab.files import save_tensors
 from vitlab.models.card import Card
 from vitlab.models.config import ModelConfig, Preprocess, Size
-from vitlab.weights.formats.base import FormatDefaults, ParsedCheckpoint, RawCheckpoint
+from vitlab.weights.formats.base import CardPart, FormatDefaults, ParsedCheckpoint, RawCheckpoint, parts_of
 from vitlab.weights.formats.express import cannot_express, check_settings, check_vit
 from vitlab.weights.formats.shapes import read_vit
 from vitlab.weights.formats.table import expand, from_vitlab, pair, row
@@ -44,8 +44,8 @@ def read(source: RawCheckpoint, given: FormatDefaults, image_size: Size | None) 
     return read_vit(source, TABLE, given, DEFAULT, image_size)
 
 
-def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
-    return False
+def lost(config: ModelConfig, card: Card, folder: bool) -> list[CardPart]:
+    return parts_of(card)
 
 
 def write(config: ModelConfig, tensors: Mapping[str, Tensor], card: Card, path: Path) -> None:

@@ -26,7 +26,7 @@ from vitlab.models.config import MOST_LAYERS, ModelConfig, Preprocess, ResNetCon
 from vitlab.models.meta import meta_model
 from vitlab.models.unknown import Unknown
 from vitlab.settings import check_value, from_json, to_json
-from vitlab.weights.formats.base import OWN, FormatDefaults, ParsedCheckpoint, RawCheckpoint
+from vitlab.weights.formats.base import OWN, CardPart, FormatDefaults, ParsedCheckpoint, RawCheckpoint
 from vitlab.weights.formats.table import row
 from vitlab.weights.lora import Adapter, adapter_state, base_json, header_json, read_adapter
 from vitlab.weights.tensors import TensorFile
@@ -45,8 +45,8 @@ C = TypeVar("C", ViTConfig, ResNetConfig, StemConfig)
 # ---- saving
 
 
-def holds_card(config: ModelConfig, card: Card, folder: bool) -> bool:
-    return True
+def lost(config: ModelConfig, card: Card, folder: bool) -> list[CardPart]:
+    return []
 
 
 def write(
