@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from quick_run import train_digits
 
 import vitlab
@@ -21,7 +21,7 @@ def main(run: str, photo: str, out: str = "inside") -> None:
     classifier = vitlab.Classifier(run, device="cpu")
     model = classifier.model
     assert isinstance(model, ViT)
-    pixels = classifier.pixels(Image.open(photo).convert("RGB"))[None]
+    pixels = classifier.pixels(ImageOps.exif_transpose(Image.open(photo)).convert("RGB"))[None]
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (classifier.preprocess.mean, classifier.preprocess.std))
     images = (pixels / 255 - mean) / std
     label = int(model(images).argmax())

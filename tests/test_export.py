@@ -209,11 +209,16 @@ def test_the_file_is_enough_to_use_the_model(
     (tmp_path / "pets.onnx").symlink_to(exported[0])
     classifier = Classifier(run, "cpu")
     for path in sorted(photos.glob("0*.png")):
-        Image.open(path).save("cat.jpg", "PNG")
+        photo, rotation = Image.open(path), Image.Exif()
+        ours = classifier.logits(classifier.pixels(photo)[None]).numpy()
+        photo.save("cat.jpg", "PNG")
         got: dict[str, Any] = {}
         exec(code, got)
-        ours = classifier.logits(classifier.pixels(Image.open(path))[None])
-        np.testing.assert_allclose(got["logits"], ours.numpy(), atol=1e-5)
+        np.testing.assert_allclose(got["logits"], ours, atol=1e-5)
+        rotation[0x112] = 6  # a phone that was held upright: to be shown, its pixels are turned by 90° clockwise
+        photo.transpose(Image.Transpose.ROTATE_90).save("cat.jpg", "PNG", exif=rotation)
+        exec(code, got)
+        np.testing.assert_allclose(got["logits"], ours, atol=1e-5)
     meta = {key: got["meta"][key] for key in ("fit", "any_size", "stride")}
     assert meta == {"fit": "crop", "any_size": "true", "stride": "8"}
     assert json.loads(got["meta"]["labels"]) == ["a", "b", "c", "d", "고양이"]
