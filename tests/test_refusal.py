@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from vitlab.errors import UserError
 from vitlab.evaluation.evaluate import evaluate
 from vitlab.evaluation.extract import extract
 from vitlab.evaluation.unknown import fit_unknown
+from vitlab.export import export
 from vitlab.files import sha256
 from vitlab.models.config import Preprocess
 from vitlab.prediction import Classifier
@@ -208,7 +210,9 @@ def test_the_files_of_an_evaluation(run: Path, tmp_path: Path) -> None:
 # ---- files
 
 
-def test_it_travels_in_vitlab_folders_and_files(run: Path, photos: Path, tmp_path: Path) -> None:
+def test_it_travels_in_vitlab_folders_and_files(
+    run: Path, photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     distances = expected(run, photos)
     vitlab.save(vitlab.load(run), tmp_path / "again")
     vitlab.convert(run, tmp_path / "converted", "vitlab")
@@ -217,7 +221,11 @@ def test_it_travels_in_vitlab_folders_and_files(run: Path, photos: Path, tmp_pat
         np.testing.assert_array_equal(expected(tmp_path / name, photos), distances)
     np.testing.assert_array_equal(expected(tmp_path / "alone.safetensors", photos), distances)
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
-    vitlab.convert(run, tmp_path / "timm", "timm")
+    with caplog.at_level(logging.INFO, "vitlab"):
+        vitlab.convert(run, tmp_path / "timm", "timm")
+        export(run, tmp_path / "colors.pt2")
+    for name in ("timm", "colors.pt2"):  # and it is said where it does not
+        assert f'{name} cannot hold what answers "none of these"' in caplog.text
     assert vitlab.load(tmp_path / "timm").card.unknown is None
     assert vitlab.load(run, classes=4).card.unknown is None  # other classes
     assert vitlab.load(run, image_size=32).card.unknown is None  # other features

@@ -1,6 +1,7 @@
 """`vitlab export`: load, write to a temporary file, compare it with the model on images, then rename it."""
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,10 +15,12 @@ from vitlab.export.images import open_images
 from vitlab.export.int8 import Int8Request, Int8Result, megabytes, write_int8
 from vitlab.inference import onnx_file as onnx
 from vitlab.inference.traced import export_module
+from vitlab.models.unknown import NOT_HELD
 from vitlab.models.variants import Model
 from vitlab.weights import load
 
 Precision = Literal["fp32", "fp16", "int8"]
+log = logging.getLogger("vitlab")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ def export(
     check_request(target, precision, calibrate, least)
     model = load(run).float()
     images = open_images(check or calibrate)
+    if model.card.unknown is not None:
+        log.info(NOT_HELD, target)
     with onnx.new_file(target) as file:
         if precision == "int8":
             request = Int8Request(model, dynamic_size, open_images(calibrate), images if check else None, least)

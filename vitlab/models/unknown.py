@@ -27,6 +27,7 @@ from vitlab.errors import UserError
 
 FAR = (2.0, 10.0)  # variances of images of other kinds, in those of these classes
 FARTHEST = 1e6  # a distance as a number that fits every format
+NOT_HELD = '%s cannot hold what answers "none of these"; only a vitlab folder can'  # to log, of another format's file
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from typing import Any
 from vitlab.errors import UserError
 from vitlab.files import atomic_path
 from vitlab.models.config import Preprocess, Size, as_size
+from vitlab.models.unknown import NOT_HELD
 from vitlab.settings import from_json, takes
 from vitlab.text import listed
 from vitlab.weights.beside import beside_path, describe_parts, write_beside
@@ -97,7 +98,7 @@ def write_files(
             weights = new / WEIGHTS if folder else new
             write_beside(c, card, weights, beside_path(weights) if folder else beside)
     if card.unknown is not None and to != NAME:
-        log.info('%s cannot hold what answers "none of these"; only a vitlab folder can', path)
+        log.info(NOT_HELD, path)
     if lost:
         words = describe_parts(card, lost)
         log.info("%s cannot hold %s: written to %s, for vitlab.load alone", path, words, beside)
