@@ -146,6 +146,13 @@ def test_a_parquet_file_of_tests_alone(tmp_path: Path) -> None:
     assert len(open_data(spec).test) == 4
 
 
+@pytest.mark.parametrize("spec", [".", "./", "cat/..", "../pets", "~/pets"])
+def test_a_folder_is_called_by_its_own_name(spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write_folder(tmp_path / "pets", {"cat": 3, "dog": 3}))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_data(spec).name == "pets"
+
+
 # ---- errors
 
 

@@ -10,6 +10,7 @@ OWNER/NAME, OWNER/NAME@REVISION       a set on the Hugging Face hub
 """
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from glob import glob
@@ -49,7 +50,7 @@ def open_data(
 
 def make_data(spec: str, splits: Mapping[str, ImageSource], holdout: float) -> Data:
     """A data set from the splits that `find_splits` found."""
-    title = Path(spec).name
+    title = os.path.basename(os.path.abspath(os.path.expanduser(spec)))  # of "." the folder's own name
     for suffix in (*cifar.SUFFIXES, ".parquet", ".tar", ".csv"):
         title = title.removesuffix(suffix)
     if "train" not in splits and isinstance(next(iter(splits.values())), folder.FileSource):
