@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import vitlab
+from vitlab.data.open import open_data
 from vitlab.errors import UserError
 from vitlab.evaluation import embed as embedding
 from vitlab.evaluation import feature_file
@@ -21,6 +22,7 @@ from vitlab.evaluation.feature_file import FeatureInfo, Row, new_feature_file, o
 from vitlab.evaluation.fewshot import fit
 from vitlab.evaluation.probe import logistic
 from vitlab.evaluation.search import nearest_rows
+from vitlab.export.images import open_images
 
 pq = pytest.importorskip("pyarrow.parquet")
 pa = pytest.importorskip("pyarrow")
@@ -119,6 +121,22 @@ def test_photos_without_classes_have_no_labels(run: str, photos: Path, tmp_path:
     draw(tmp_path / "loose" / "cat" / "9.png", 9)  # now also a class folder
     rows = pq.read_table(vitlab.embed(run, tmp_path / "loose", tmp_path / "x.parquet", workers=0)).to_pylist()
     assert [row["label"] for row in rows] == ["cat", None, None, None]
+
+
+def test_a_file_among_the_photos_changes_nothing(run: str, tmp_path: Path) -> None:
+    """Class folders with features beside them are read as before, also by the same command again."""
+    root = tmp_path / "pets"
+    for i in range(6):
+        draw(root / ("cat" if i % 2 else "dog") / f"{i}.png", i)
+    before = open_data(str(root))
+    for name in ("photos.parquet", "photos.parquet", "again.parquet"):
+        assert vitlab.embed(run, str(root), root / name).images == 6
+    after = open_data(str(root))
+    assert (after.classes, len(after.train), len(after.test)) == (before.classes, len(before.train), len(before.test))
+    assert len(open_images(str(root)).indices) == 6
+    pq.write_table(pa.table({"path": ["a"], "size": [1]}), root / "notes.parquet")  # somebody else's
+    with pytest.raises(UserError, match=r"notes\.parquet' has the columns path, size and none .* move it out"):
+        open_data(str(root))
 
 
 def test_several_labels_are_a_list(run: str, photos: Path, tmp_path: Path) -> None:

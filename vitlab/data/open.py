@@ -79,8 +79,8 @@ def find_splits(spec: str) -> tuple[Mapping[str, ImageSource], float | None]:
     if spec.endswith(cifar.SUFFIXES) or (path.is_dir() and cifar.is_cifar(path)):
         return cifar.splits(path), None
     if path.is_dir():
-        if any(next(path.glob(pattern), None) for pattern in ("*.parquet", "data/*.parquet", "train*/*.parquet")):
-            return parquet.splits(sorted(path.rglob("*.parquet")), path), None
+        if files := parquet.files_in(path):
+            return parquet.splits(files, path), None
         return (shards.splits(f"{path}/*.tar") if next(path.glob("*.tar"), None) else folder.splits(path)), None
     if spec.endswith(".csv"):
         return csv_file.splits(path), None

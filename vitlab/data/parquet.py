@@ -23,6 +23,8 @@ from vitlab.data.split_names import group_by_split
 from vitlab.errors import UserError
 from vitlab.files import cache_folder, file_lock
 
+FEATURES = "vitlab/features/"  # in the metadata of a file of features
+TAIL = 1 << 16  # bytes of a file's end, which has its metadata
 MIN_SECONDS, BYTES_PER_SECOND = 20, 2 << 20  # the time limit of a copy: so many, and one for each so many bytes
 log = logging.getLogger("vitlab")
 
@@ -50,6 +52,26 @@ class ParquetSource(PackedSource):
         path = self.read(int(self.shard[index]), int(self.offset[index]) - size, size).decode("utf-8", "replace")
         where = self.files[0] if len(self.files) == 1 else str(Path(self.files[0]).parent)
         return f"{where} row {index}" + (f" ({path})" if path else "")
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The parquet files of a folder that holds such a set, at any depth; [] of a folder of another kind."""
+    near = (file for pattern in ("*.parquet", "data/*.parquet", "train*/*.parquet") for file in folder.glob(pattern))
+    if all(map(is_features, near)):
+        return []
+    return [file for file in sorted(folder.rglob("*.parquet")) if not is_features(file)]
+
+
+def is_features(path: Path) -> bool:
+    """Whether a file holds what `vitlab embed` writes, which may be kept among the photos: its last bytes name it."""
+    if not path.is_file():  # nor a pipe, which would wait
+        return False
+    try:
+        with path.open("rb") as file:
+            file.seek(-min(path.stat().st_size, TAIL), os.SEEK_END)
+            return FEATURES.encode() in file.read(TAIL)
+    except OSError:
+        return False  # whoever reads the file reports it
 
 
 def splits(files: list[Path], root: Path) -> dict[str, ParquetSource]:

@@ -23,6 +23,7 @@ from vitlab.text import brief, listed, valid_text
 
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")
 LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
+STRAY = "; if it only lies beside photos, move it out of their folder"
 MEMORY = 1 << 30  # bytes for this process
 BATCH = 32  # rows unpacked at a time
 FREE_ROWS, MAX_ROWS = 1_000_000, 20_000_000  # beyond the first, each row needs a byte of the file
@@ -57,18 +58,18 @@ class FlatCopyWriter:
         self.path, self.copy = path, copy
         self.size = os.path.getsize(path)
         self.file = pq.ParquetFile(path, buffer_size=1 << 20)
-        self.image, self.label = self.find_column(IMAGE_COLUMNS), self.find_column(LABEL_COLUMNS)
+        self.image, self.label = self.find_column(IMAGE_COLUMNS, STRAY), self.find_column(LABEL_COLUMNS)
         self.offset, self.length, self.name_length = array("q"), array("q"), array("H")
         self.labels: list[np.ndarray] = []
         self.counts: list[np.ndarray] | None = None  # of each image's labels, in a column of lists
         self.words: dict[str, int] = {}  # labels that are text, with their numbers
         self.characters = 0
 
-    def find_column(self, known: tuple[str, ...]) -> str:
+    def find_column(self, known: tuple[str, ...], hint: str = "") -> str:
         names = self.file.schema_arrow.names
         found = next((name for name in known if name in names), None)
         if found is None:
-            raise UserError(f"'{self.path}' has the columns {', '.join(names)} and none called {listed(known)}")
+            raise UserError(f"'{self.path}' has the columns {', '.join(names)} and none called {listed(known)}{hint}")
         return found
 
     def write(self) -> str:

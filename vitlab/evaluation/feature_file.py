@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from vitlab.data.parquet import FEATURES
 from vitlab.errors import UserError
 from vitlab.evaluation.piece_cache import Values
 from vitlab.files import atomic_file, parse_json
 from vitlab.settings import check_types, from_json, to_json
 from vitlab.text import brief, valid_text
 
-KEY, FORMAT = b"vitlab", "vitlab/features/1"
+KEY, FORMAT = b"vitlab", f"{FEATURES}1"
 GROUP = 4096  # rows of a row group, and of a block that is read
 
 

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitlab.data import parquet
 from vitlab.data.images import BrokenImage
 from vitlab.data.open import open_data
 from vitlab.data.transforms import eval_pixels
@@ -19,7 +20,6 @@ from vitlab.prediction.inputs import find_inputs
 from vitlab.terminal import track
 
 GENERATED = 64
-PACKED = ("*.parquet", "data/*.parquet", "train*/*.parquet", "*.tar")  # in a folder: a data set, not single images
 
 
 class IndexedImages(Protocol):
@@ -72,7 +72,7 @@ def open_images(name: str | None) -> ImageSet:
     if name is None:
         return ImageSet("generated images", GeneratedImages(), range(GENERATED))
     path = Path(name).expanduser()
-    packed = name.endswith((".parquet", ".tar")) or any(next(path.glob(pattern), None) for pattern in PACKED)
+    packed = name.endswith((".parquet", ".tar")) or bool(parquet.files_in(path)) or any(path.glob("*.tar"))
     single_files = not packed and (path.exists() or "*" in name)
     source: IndexedImages = find_inputs([name]) if single_files else AllSplits(name)
     return ImageSet(name, source, range(len(source)))
