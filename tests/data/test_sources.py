@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pictures import arrays, encoded, picture, write_folder
+from pictures import arrays, encoded, picture, write_folder, write_shard
 
 from vitlab.data.labels import sort_classes
 from vitlab.data.open import assign_splits, hold_out_validation, open_data, usual_share
@@ -176,6 +176,35 @@ def test_one_class(tmp_path: Path) -> None:
 def test_unknown_set() -> None:
     with pytest.raises(UserError, match=r"no data set 'digitz'.*digits"):
         open_data("digitz")
+
+
+@pytest.mark.parametrize("name", ["Set.CSV", "Set.Parquet", "Set-000.TAR"])
+def test_suffixes_of_any_case(name: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, {"cat": 3, "dog": 3})
+    if name == "Set.CSV":
+        lines = [f"{label}/{i:03d}.png,{label}\n" for label in ("cat", "dog") for i in range(3)]
+        (tmp_path / name).write_text("file,label\n" + "".join(lines))
+    elif name == "Set.Parquet":
+        write_parquet(tmp_path / name, ["cat", "dog"] * 3)
+    else:
+        write_shard(tmp_path / name, [(f"{i}", encoded(picture(i)), ("cat", "dog")[i % 2]) for i in range(6)])
+    data = open_data(str(tmp_path / name))
+    assert (data.name, data.classes) == (name.partition(".")[0], ("cat", "dog"))
+    assert len(data.train) + len(data.test) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("a.zip", "is an archive; unpack it"), ("a.tar.XZ", "is an archive"), ("a.xlsx", r"is no data set; name .*\.csv")],
+)
+def test_a_file_that_is_no_set(name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this folder, or in another, where it could be the id of a set on the hub."""
+    monkeypatch.chdir(tmp_path)
+    for path in (Path(name), Path("sub") / name):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"PK")
+        with pytest.raises(UserError, match=words):
+            open_data(str(path))
 
 
 def test_a_missing_network_is_a_user_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

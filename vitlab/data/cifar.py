@@ -84,7 +84,7 @@ def splits(path: Path) -> dict[str, ImageSource]:
     missing = [name for name in layout.files if name not in files]
     if len(missing) == len(layout.files):
         archives = listed(layout.archive for layout in LAYOUTS)
-        raise UserError(f"'{path}' is not CIFAR: none of its files is in it; of .tar.gz files, {archives} can be read")
+        raise UserError(f"'{path}' is not CIFAR: of .tar.gz files, {archives} are read; unpack any other")
     if missing:
         raise UserError(f"'{path}' is CIFAR without {listed(missing)}: it is incomplete; unpack or download it again")
     classes = read_names(layout, files[layout.names], f"'{layout.names}' in '{path}'")
@@ -140,14 +140,18 @@ class Bounded:
 
 
 def too_large(path: Path) -> UserError:
-    return UserError(f"'{path}' holds more than {MOST_BYTES:,} bytes, and CIFAR does not; name another set")
+    return UserError(
+        f"'{path}' holds more than {MOST_BYTES:,} bytes, and CIFAR does not; unpack it and name its folder"
+    )
 
 
 def read_members(archive: tarfile.TarFile, path: Path) -> dict[str, bytes]:
     wanted, files = {name for layout in LAYOUTS for name in layout.files}, {}
     for number, member in enumerate(archive):
         if number >= MOST_MEMBERS:
-            raise UserError(f"'{path}' has more than {MOST_MEMBERS} members, and CIFAR has nine; name another set")
+            raise UserError(
+                f"'{path}' has more than {MOST_MEMBERS} members, and CIFAR has nine; unpack it and name its folder"
+            )
         parts = member.name.split("/")
         is_plain = (
             member.isfile() or member.isdir()

@@ -27,6 +27,7 @@ from vitlab.text import listed
 
 log = logging.getLogger("vitlab")
 
+ARCHIVES = (".zip", ".7z", ".rar", ".gz", ".bz2", ".xz", ".zst")  # what is not read
 THRESHOLD_SHARE = 0.1  # of a multi-label set's training images, held out to choose thresholds
 
 
@@ -52,7 +53,7 @@ def make_data(spec: str, splits: Mapping[str, ImageSource], holdout: float) -> D
     """A data set from the splits that `find_splits` found."""
     title = os.path.basename(os.path.abspath(os.path.expanduser(spec)))  # of "." the folder's own name
     for suffix in (*cifar.SUFFIXES, ".parquet", ".tar", ".csv"):
-        title = title.removesuffix(suffix)
+        title = title[: -len(suffix)] if title.lower().endswith(suffix) else title
     if "train" not in splits and isinstance(next(iter(splits.values())), folder.FileSource):
         raise UserError(
             f"'{spec}' has no train folder, only {listed(splits)}: enough to evaluate on, not to learn from"
@@ -67,25 +68,31 @@ def make_data(spec: str, splits: Mapping[str, ImageSource], holdout: float) -> D
 
 def find_splits(spec: str) -> tuple[Mapping[str, ImageSource], float | None]:
     """The splits of the set `spec` by name, and the fraction to hold out for testing that it comes with, if any."""
-    path = Path(spec).expanduser()
+    path, name = Path(spec).expanduser(), spec.lower()
     if spec == "digits":
         return {"train": builtin.digits()}, 1 / 3
     if spec in builtin.SETS:
         return builtin.splits(spec), None
     if spec.startswith("imagenet:"):
         return folder.splits(Path(spec.removeprefix("imagenet:")).expanduser(), others=True), None
-    if spec.startswith(shards.PIPE) or spec.endswith(".tar"):
+    if spec.startswith(shards.PIPE) or name.endswith(".tar"):
         return shards.splits(spec), None
-    if spec.endswith(cifar.SUFFIXES) or (path.is_dir() and cifar.is_cifar(path)):
+    if name.endswith(cifar.SUFFIXES) or (path.is_dir() and cifar.is_cifar(path)):
         return cifar.splits(path), None
     if path.is_dir():
         if files := parquet.files_in(path):
             return parquet.splits(files, path), None
         return (shards.splits(f"{path}/*.tar") if next(path.glob("*.tar"), None) else folder.splits(path)), None
-    if spec.endswith(".csv"):
+    if name.endswith(".csv"):
         return csv_file.splits(path), None
-    if spec.endswith(".parquet"):
+    if name.endswith(".parquet"):
         return parquet.splits([Path(file) for file in sorted(glob(str(path)))] or [path], path.parent), None
+    if path.is_file():
+        raise UserError(
+            f"'{spec}' is an archive; unpack it and name the folder that is in it"
+            if path.suffix.lower() in ARCHIVES
+            else f"'{spec}' is no data set; name a folder with a folder per class, or a .csv, .parquet or .tar file"
+        )
     if hub.is_id(spec):
         return hub.splits(spec), None
     names = ", ".join(["digits", *builtin.SETS])

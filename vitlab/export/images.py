@@ -72,7 +72,7 @@ def open_images(name: str | None) -> ImageSet:
     if name is None:
         return ImageSet("generated images", GeneratedImages(), range(GENERATED))
     path = Path(name).expanduser()
-    packed = name.endswith((".parquet", ".tar")) or bool(parquet.files_in(path)) or any(path.glob("*.tar"))
+    packed = name.lower().endswith((".parquet", ".tar")) or bool(parquet.files_in(path)) or any(path.glob("*.tar"))
     single_files = not packed and (path.exists() or "*" in name)
     source: IndexedImages = find_inputs([name]) if single_files else AllSplits(name)
     return ImageSet(name, source, range(len(source)))
