@@ -92,6 +92,22 @@ def test_a_set_of_one_label_each_stays_one(tmp_path: Path) -> None:
     assert not open_data(str(shard)).is_multi_label
 
 
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+def test_columns_as_spreadsheets_separate_them(tmp_path: Path, delimiter: str) -> None:
+    """The same set as with commas; cells of several labels are in quotes where these hold the delimiter."""
+    expected = open_data(str(write_csv(tmp_path)))
+    with (tmp_path / "set.csv").open(newline="") as file:
+        rows = list(csv.reader(file))
+    with (tmp_path / "other.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file, delimiter=delimiter).writerows([*row, ""] for row in rows)  # with an empty column at the end
+    found = open_data(str(tmp_path / "other.csv"))
+    assert found.classes == expected.classes
+    assert rows_of(found.train) == rows_of(expected.train)
+    assert [found.test.name(i) for i in range(len(found.test))] == [
+        expected.test.name(i) for i in range(len(expected.test))
+    ]
+
+
 def test_own_splits_of_a_csv(tmp_path: Path) -> None:
     data = hold_out_validation(open_data(str(write_csv(tmp_path, named=False, split=True))), 0)
     assert data.classes == tuple("01234")
@@ -150,6 +166,8 @@ def test_what_needs_one_label_says_so(tmp_path: Path) -> None:
         ("file,labels\na.png,cat\na.png,\n", "no label for"),
         ("file,labels,split\na.png,cat;dog,exam\n", "exam"),
         ("file,labels\na.png\n", "fewer columns"),
+        ("file,labels\na.png,cat,dog\n", "more columns"),
+        ("file;labels\na.png;cat;dog\n", "more columns"),
         ("file,labels\n", "names no images"),
         ("file,labels\na\0.png,cat;dog\n", "no such file"),
         ("file,labels\na.png,1;-3\n", "label -3"),
@@ -199,6 +217,9 @@ def test_class_names_of_lists_from_the_hub() -> None:
 
 
 def test_a_csv_that_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "wide.csv").write_text("file,label\n", "utf-16")
+    with pytest.raises(UserError, match=r"wide\.csv' cannot be read as CSV: .*; save it as CSV in UTF-8"):
+        open_data(str(tmp_path / "wide.csv"))
     with pytest.raises(UserError, match="there is no file"):
         open_data(str(tmp_path / "none.csv"))
     (tmp_path / "folder.csv").mkdir()

@@ -4,23 +4,24 @@ file,labels,split
 photos/1.jpg,cat;dog,train
 photos/2.jpg,,test
 
-Paths are relative to the CSV file. Several labels are separated by ";", and one line that has several makes the set a
-multi-label one, in which an image may also have none. The split is optional: train, validation or test.
+Paths are relative to the CSV file; semicolons or tabs may separate the columns, too (delimited.py). Several labels are
+separated by ";", and one line that has several makes the set a multi-label one, in which an image may also have none.
+The split is optional: train, validation or test.
 """
 
-import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from vitlab.data.delimited import read_cells
 from vitlab.data.folder import FileSource
 from vitlab.data.label_sets import sets_of
 from vitlab.data.labels import MAX_LABEL_LENGTH, number_words
 from vitlab.data.split_names import SPLIT_NAMES
 from vitlab.errors import UserError
-from vitlab.text import brief, listed
+from vitlab.text import listed
 
 FILE_COLUMNS = ("file", "image", "path", "filename")
 LABEL_COLUMNS = ("labels", "label", "classes", "class")
@@ -38,12 +39,7 @@ class Row:
 
 def splits(path: Path) -> dict[str, FileSource]:
     """The splits of a CSV file; a classes.txt beside it may name the classes of numbers."""
-    if not path.is_file():
-        raise UserError(f"'{path}' is not a file" if path.exists() else f"there is no file '{path}'")
-    try:
-        rows = list(read_rows(path))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"'{path}' cannot be read as CSV: {brief(error)}") from None
+    rows = list(read_rows(path))
     is_multi = any(len(row.labels) > 1 for row in rows)
     bare = next((row for row in rows if not row.labels), None)
     if bare is not None and not is_multi:
@@ -63,20 +59,20 @@ def splits(path: Path) -> dict[str, FileSource]:
 
 def read_rows(path: Path) -> Iterator[Row]:
     """The lines of the file; raises UserError for one that is wrong."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = csv.reader(file)
-        heading = [name.strip().lower() for name in next(lines, [])]
-        columns = [find_column(path, heading, names) for names in (FILE_COLUMNS, LABEL_COLUMNS)]
-        split_column = heading.index("split") if "split" in heading else None
-        for cells in lines:
-            if cells:
-                if len(cells) < len(heading):
-                    raise UserError(f"line {lines.line_num} of '{path}' has fewer columns than the heading")
-                name, text = (cells[column].strip() for column in columns)
-                split = "train" if split_column is None else cells[split_column].strip().lower() or "train"
-                labels = [word.strip() for word in text.split(SEPARATOR)] if text else []
-                check_row(path, lines.line_num, name, labels, split)
-                yield Row(name, labels, SPLIT_NAMES[split])
+    lines = read_cells(path)
+    heading = [name.strip().lower() for name in next(lines, (0, []))[1]]
+    columns = [find_column(path, heading, names) for names in (FILE_COLUMNS, LABEL_COLUMNS)]
+    split_column = heading.index("split") if "split" in heading else None
+    for number, cells in lines:
+        if len(cells) < len(heading):
+            raise UserError(f"line {number} of '{path}' has fewer columns than the heading")
+        if any(cells[len(heading) :]):  # as a delimiter inside a cell makes them
+            raise UserError(f"line {number} of '{path}' has more columns than the heading; put such a cell in quotes")
+        name, text = (cells[column].strip() for column in columns)
+        split = "train" if split_column is None else cells[split_column].strip().lower() or "train"
+        labels = [word.strip() for word in text.split(SEPARATOR)] if text else []
+        check_row(path, number, name, labels, split)
+        yield Row(name, labels, SPLIT_NAMES[split])
 
 
 def find_column(path: Path, heading: list[str], names: tuple[str, ...]) -> int:

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from vitlab.data.delimited import read_cells
 from vitlab.data.rng import Ints
 from vitlab.data.source import Data, ImageSource, Subset
 from vitlab.errors import UserError
 from vitlab.files import write_text
-from vitlab.text import brief, listed, valid_text
+from vitlab.text import listed, valid_text
 
 NAME = "review.csv"
 KEEP, REMOVE = "keep", "remove"
-DELIMITERS = (",", ";", "\t")  # spreadsheets write the second one where numbers have a decimal comma
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a cell that begins so would be computed by a spreadsheet
 SHOWN = 5  # classes that an error names
 GONE = -1  # the decision to leave an image out, among class numbers
@@ -66,23 +66,16 @@ def read_review(path: Path) -> list[Finding]:
 
 def read_lines(path: Path) -> Iterator[tuple[int, Finding]]:
     """The findings of a review with their line numbers."""
-    if not path.is_file():  # nor a pipe or a device
-        raise UserError(f"'{path}' is not a file" if path.exists() else f"there is no file '{path}'")
-    try:
-        text = path.read_text("utf-8-sig")
-        heading = text.partition("\n")[0]
-        lines = csv.reader(io.StringIO(text, newline=""), delimiter=max(DELIMITERS, key=heading.count))
-        columns = [cell.strip().lower() for cell in next(lines, [])]
-        missing = next((name for name in ("path", "decision") if name not in columns), None)
-        if missing is not None:
-            raise UserError(f"the first line of '{path}' names no column {missing}; it should be that of a {NAME}")
-        known = {field.name for field in fields(Finding)}
-        for cells in lines:
-            row = {name: unprotect(cell) for name, cell in zip(columns, cells, strict=False) if name in known}
-            if row.get("path"):
-                yield lines.line_num, Finding(**row | {"score": number(row.get("score", ""))})  # type: ignore[arg-type]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"'{path}' cannot be read as CSV: {brief(error)}; save it as CSV in UTF-8") from None
+    lines = read_cells(path)
+    columns = [cell.strip().lower() for cell in next(lines, (0, []))[1]]
+    missing = next((name for name in ("path", "decision") if name not in columns), None)
+    if missing is not None:
+        raise UserError(f"the first line of '{path}' names no column {missing}; it should be that of a {NAME}")
+    known = {field.name for field in fields(Finding)}
+    for line, cells in lines:
+        row = {name: unprotect(cell) for name, cell in zip(columns, cells, strict=False) if name in known}
+        if row.get("path"):
+            yield line, Finding(**row | {"score": number(row.get("score", ""))})  # type: ignore[arg-type]
 
 
 def protect(cell: str) -> str:
