@@ -103,6 +103,18 @@ def test_what_cannot_be_applied_is_one_line(data: Data, tmp_path: Path, text: st
         apply_review(data, tmp_path / "none.csv")
 
 
+@pytest.mark.parametrize(("name", "word"), [("remove", "remove"), ("Keep", "keep"), ("remove", "REMOVE")])
+def test_a_decision_that_is_also_a_class_is_refused(name: str, word: str, tmp_path: Path) -> None:
+    """Nobody knows whether such an image is to go or to be of that class."""
+    write_folder(tmp_path / "photos", {"cat": 12, name: 12})
+    data = open_data(str(tmp_path / "photos"))
+    with pytest.raises(UserError, match=rf"^line 3 of '.*' decides '{word}', which is also the name of a class; re"):
+        decide(data, tmp_path / "review.csv", {("train", 0): "", ("train", 1): word})
+    other = "keep" if word.lower() == "remove" else "remove"
+    found = decide(data, tmp_path / "review.csv", {("train", 0): "", ("train", 1): other})
+    assert len(found.train) == len(data.train) - (other == "remove")
+
+
 @pytest.mark.parametrize(("split", "name"), [("train", "training"), ("validation", "validation"), ("test", "test")])
 def test_not_every_image_of_a_split_can_be_removed(data: Data, tmp_path: Path, split: str, name: str) -> None:
     with pytest.raises(UserError, match=f"removes every {name} image"):

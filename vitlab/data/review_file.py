@@ -137,8 +137,14 @@ def apply_review(data: Data, path: Path) -> Data:
 def read_decisions(path: Path, classes: Sequence[str]) -> dict[str, tuple[int, int]]:
     """The line and the label, or GONE, of every image for which something was decided, by name_key."""
     numbers, decided = {valid_text(name): i for i, name in enumerate(classes)}, dict[str, tuple[int, int]]()
+    named = {KEEP, REMOVE} & {name.lower() for name in numbers}  # such a word could mean either
     for line, finding in read_lines(path):
         word = finding.decision.strip()
+        if word.lower() in named:
+            raise UserError(
+                f"line {line} of '{path}' decides '{word}', which is also the name of a class; rename that class, or "
+                "leave the cell empty to keep the image as it is"
+            )
         if word.lower() in ("", KEEP):
             continue
         label = GONE if word.lower() == REMOVE else numbers.get(word)
