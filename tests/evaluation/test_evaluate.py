@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import Command
 from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support, top_k_accuracy_score
 
 import vitlab
 from vitlab.cli import main
 from vitlab.data import imagenet
+from vitlab.data.open import open_data
 from vitlab.data.source import ArraySource, Subset
 from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
@@ -389,6 +391,27 @@ def test_the_share_that_a_run_held_out(run: Path, tmp_path: Path, monkeypatch: p
     for other in ("others", "imagenet:photos", "run", "run/photos"):
         assert find_holdout(str(folder), other) == (0.2, False)
     assert find_holdout(str(run), "photos") == (0.2, False)
+
+
+@pytest.mark.parametrize("split", ["all", "test"])
+def test_a_finished_model_is_tested_on_one_class_alone(split: str, run: Path, tmp_path: Path, command: Command) -> None:
+    """As many photos are right as the model alone has right; training on such a folder is refused."""
+    for i in range(10):
+        coarse = np.random.default_rng(i).integers(0, 256, (16, 16, 3), np.uint8)
+        (tmp_path / "set" / NAMES[1]).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(coarse).save(tmp_path / "set" / NAMES[1] / f"{i}.png")
+    with pytest.raises(UserError, match="a classifier needs two or more"):
+        open_data(str(tmp_path / "set"))
+    source, _ = open_split(str(tmp_path / "set"), split)
+    files = [source.name(i) for i in range(len(source))]
+    right = sum(vitlab.predict(run, file).label == NAMES[1] for file in files)
+    code, _, err = command(
+        "evaluate", str(run), str(tmp_path / "set"), "--split", split, "--out", str(tmp_path / "out")
+    )
+    assert code == 0, err
+    scores = json.loads((tmp_path / "out" / "scores.json").read_text())
+    assert (scores["images"], len(files)) == (len(files), 10 if split == "all" else 2)
+    assert scores["top1"]["value"] == pytest.approx(right / len(files))
 
 
 def test_a_corrupt_image_is_left_out_and_many_are_an_error(

@@ -45,6 +45,7 @@ def open_data(
         raise UserError(f"holdout must be above 0 and below 1, not {holdout}")
     splits, preferred = find_splits(spec)
     data = make_data(spec, splits, preferred or holdout)
+    check_classes(data.train, spec)
     chosen = subset_indices(data.train, seed, subset, per_class)
     return data if chosen is None else replace(data, train=Subset(data.train, chosen))
 
@@ -201,17 +202,20 @@ def pick_per_class(labels: Ints, quota: Callable[[int], int], hashed: Keys) -> I
     return np.sort(order[rank < np.repeat(quotas, counts)])
 
 
-def check_split(source: ImageSource, spec: str, split: str) -> None:
-    """Raise UserError unless the split has images, two classes or more, and valid labels."""
-    if len(source) == 0:
-        raise UserError(f"'{spec}' has no images in its {split} split; put some there or name another set")
-    count = len(source.classes)
-    if count < 2:
+def check_classes(source: ImageSource, spec: str) -> None:
+    """Raise UserError for a set of a single class: a finished model can be tested on it, and none can learn from it."""
+    if len(source.classes) < 2:
         raise UserError(
             f"'{spec}' has only the class '{''.join(source.classes)}'; a classifier needs two or more, "
             "each in a folder of its own"
         )
-    sets = source.label_sets
+
+
+def check_split(source: ImageSource, spec: str, split: str) -> None:
+    """Raise UserError unless the split has images and valid labels."""
+    if len(source) == 0:
+        raise UserError(f"'{spec}' has no images in its {split} split; put some there or name another set")
+    count, sets = len(source.classes), source.label_sets
     numbers = source.labels if sets is None else sets.numbers
     wrong = np.flatnonzero((numbers < 0) | (numbers >= count))
     if len(wrong):
