@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -346,7 +347,17 @@ def test_a_split_of_ones_own(
 ) -> None:
     root = photos(tmp_path / "photos")
     assert run_command(monkeypatch, "evaluate", str(run), str(root)) == 0
-    assert "14 images" in capsys.readouterr().out  # two of ten of each class are held out
+    printed = capsys.readouterr().out
+    assert "14 images" in printed  # two of ten of each class are held out
+    assert "--split all" in printed  # there are others, which a model of other photos can be tested on
+    assert "--split all" not in open_split(str(root), "test", trained=True)[1]
+    some = open_split(str(root), "test", unseen=lambda data: replace(data, test=Subset(data.test, np.arange(9))))
+    assert "--split all" not in some[1]  # the model has learned from others of this set
+    own = tmp_path / "splits"  # a set with a test split of its own has no others for a test
+    own.mkdir()
+    for name in ("train", "test"):
+        (own / name).symlink_to(root)
+    assert "--split all" not in open_split(str(own), "test")[1]
     assert run_command(monkeypatch, "evaluate", str(run), str(root), "--split", "all") == 0
     assert "70 images" in capsys.readouterr().out
     assert run_command(monkeypatch, "evaluate", str(run), str(root), "--split", "validation") == 1

@@ -58,11 +58,13 @@ def open_split(
         own = split if split in splits else next(iter(splits))
         check_split(splits[own], spec, own)
         return splits[own], f"every image of the set's {own} split"
-    data = make_data(spec, splits, preferred or holdout)
-    data = unseen(data) if split == "test" else data
+    every = make_data(spec, splits, preferred or holdout)
+    data = unseen(every) if split == "test" else every
     chosen: ImageSource | None = getattr(data, split)
     if chosen is None:
         raise UserError(f"'{spec}' has no validation split of its own ({data.note}); use --split test or train")
+    if split == "test" and len(splits) == 1 and not trained and len(data.test) == len(every.test):
+        return chosen, f"{data.note}; for every image of a set that the model was not trained on: --split all"
     return chosen, data.note
 
 
