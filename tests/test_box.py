@@ -15,6 +15,7 @@ from torch import Tensor
 
 import vitlab
 from vitlab.analysis.class_map import class_map
+from vitlab.data.folder import subfolders
 from vitlab.data.transforms import eval_pixels
 from vitlab.errors import UserError
 from vitlab.plots.inside import overlay
@@ -105,6 +106,7 @@ def test_a_photo_without_a_model(boxed: Path, here: Path, command: Command) -> N
     assert note.startswith("note: no model is named")
     assert note.endswith(str(boxed / "README.md"))
     assert look == "note: where it looked: looked/cat-looked.png"
+    assert [entry.name for entry in subfolders(here)] == ["photos"]  # those pictures are no class of a data set
     best = int(plain_logits(boxed, vitlab.load(boxed).preprocess("cat.jpg")).argmax())
     assert out.splitlines()[1].split()[:2] == ["cat.jpg", NAMES[best]]
 

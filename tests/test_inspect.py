@@ -17,6 +17,7 @@ from vitlab.analysis.embeddings import patch_filters, position_similarity
 from vitlab.analysis.gallery import FIGURES, folder_names
 from vitlab.analysis.steps import five_steps
 from vitlab.cli import main
+from vitlab.data.open import open_data
 from vitlab.data.transforms import eval_image
 from vitlab.models.config import Preprocess, ResNetConfig, StemConfig, ViTConfig
 from vitlab.plots import style
@@ -86,7 +87,7 @@ def test_everything(
     of_model = {f"{name}.{kind}" for name in ("filters", "positions", "distance") for kind in ("png", "svg", "npz")}
     drawn = ("classes", "rollout", "layers", "heads", "steps")
     of_picture = {f"b/{name}.{kind}" for name in drawn for kind in ("png", "svg")}
-    assert names == of_model | of_picture | {"b/arrays.npz"}
+    assert names == of_model | of_picture | {"b/arrays.npz", ".vitlab-pictures"}
     for name in names:
         if name.endswith("png"):
             with Image.open(out / name) as picture:
@@ -156,6 +157,26 @@ def test_another_resolution_and_no_picture(run: Path, tmp_path: Path, monkeypatc
     inspect(monkeypatch, run, "--figures", "positions", "--image-size", "16x48", "--out", tmp_path / "out")
     with np.load(tmp_path / "out" / "positions.npz") as arrays:
         assert arrays["similarity"].shape == (2, 6, 2, 6)
+
+
+def test_figures_among_photos_are_no_class(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for i in range(6):
+        (tmp_path / "pets" / LABELS[i % 2] / "scans").mkdir(parents=True, exist_ok=True)
+        photo(i).save(tmp_path / "pets" / LABELS[i % 2] / "scans" / f"{i}.png")
+    inspect(monkeypatch, run, "--figures", "filters", "--out", "pets/inside")
+    inspect(monkeypatch, run, "--figures", "filters", "--out", f"pets/{LABELS[0]}/figures")
+    data = open_data("pets")
+    assert data.classes == tuple(sorted(LABELS[:2]))
+    assert len(data.train) + len(data.test) == 6
+    assert "'pets/inside' holds pictures that vitlab drew and is not used" in caplog.text
+    inspect(
+        monkeypatch, run, "--figures", "filters", "--out", f"pets/{LABELS[0]}/scans"
+    )  # a folder of photos stays one
+    data = open_data("pets")
+    assert len(data.train) + len(data.test) == 7  # with the figure, which its user put there
 
 
 def test_chosen_heads(run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 JSON_LIMIT = 10_000_000  # bytes; the header of a file with 1,000 tensors has some 100,000
+DRAWN = ".vitlab-pictures"  # the file that marks a folder of drawn pictures, which is no class of a data set
 unfinished: set[Path] = set()  # files being written; a process that must end at once removes them first
 
 
@@ -137,6 +138,12 @@ def check_folder(path: Path, option: str = "--out") -> None:
     except OSError as error:
         why = error.strerror or brief(error)
         raise UserError(f"{option} {path} cannot be used: nothing can be written in {place} ({why})") from None
+
+
+def mark_pictures(folder: Path) -> None:
+    """Mark a folder that pictures will be drawn into, unless it is there already and may hold somebody's photos."""
+    if not os.path.lexists(folder):
+        write_text(folder / DRAWN, "vitlab drew these pictures: this folder is no class of photos\n")
 
 
 def largest_number(data: object) -> int:

@@ -19,6 +19,7 @@ from sklearn.metrics import confusion_matrix, precision_recall_fscore_support, t
 import vitlab
 from vitlab.cli import main
 from vitlab.data import imagenet
+from vitlab.data.folder import subfolders
 from vitlab.data.open import open_data
 from vitlab.data.source import ArraySource, Subset
 from vitlab.data.transforms import eval_image
@@ -287,6 +288,8 @@ def test_files_hold_what_the_arrays_hold(run: Path, pictures: ArraySource, tmp_p
     found = evaluate(load(run), pictures, device="cpu")
     found.write_results(tmp_path / "new" / "scores", {"data": "pictures"})
     folder = tmp_path / "new" / "scores"
+    assert (folder / "confusion.png").exists()
+    assert not subfolders(tmp_path / "new")  # its figures are no class of a data set
     scores = json.loads((folder / "scores.json").read_text())
     assert scores == {"data": "pictures", **json.loads(json.dumps(found.to_json(), allow_nan=False))}
     matrix = np.zeros((7, 7), int)
@@ -305,7 +308,7 @@ def test_files_hold_what_the_arrays_hold(run: Path, pictures: ArraySource, tmp_p
     for name in ("confusion.png", "calibration.png"):
         assert min(Image.open(folder / name).size) > 300
     assert sorted(path.name for path in folder.iterdir()) == sorted(
-        ["scores.json", "per_class.csv", "predictions.csv", "confusion.png", "calibration.png"]
+        [".vitlab-pictures", "scores.json", "per_class.csv", "predictions.csv", "confusion.png", "calibration.png"]
     )
 
 

@@ -27,7 +27,7 @@ from vitlab.data.folder import walk_images, warn_skipped
 from vitlab.data.images import BrokenImage, decode
 from vitlab.data.transforms import eval_image
 from vitlab.errors import UserError
-from vitlab.files import atomic_file
+from vitlab.files import atomic_file, mark_pictures
 from vitlab.models.config import ViTConfig
 from vitlab.models.variants import Model
 from vitlab.models.vit import ViT
@@ -76,6 +76,7 @@ class Gallery:
             raise UserError(f"name at least one image; only the figures {' and '.join(OF_WEIGHTS)} need none")
         with style.drawing():  # without matplotlib this fails now rather than after the work
             pass
+        mark_pictures(self.out)
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:

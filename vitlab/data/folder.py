@@ -18,6 +18,7 @@ from vitlab.data.rng import Keys, text_keys
 from vitlab.data.source import ImageSource
 from vitlab.data.split_names import SPLIT_NAMES
 from vitlab.errors import UserError
+from vitlab.files import DRAWN
 from vitlab.text import valid_text
 
 log = logging.getLogger("vitlab")
@@ -95,10 +96,23 @@ def scan(root: Path, skipped: list[str]) -> list[tuple[str, str]]:
 
 
 def subfolders(root: Path) -> list[os.DirEntry[str]]:
-    """The folders in a folder that are not hidden, by name."""
+    """The folders in a folder that are not hidden, nor of pictures that were drawn, by name."""
     with os.scandir(root) as entries:
-        folders = [e for e in entries if e.is_dir() and not e.name.startswith((".", "__"))]
+        folders = [e for e in entries if e.is_dir() and not e.name.startswith((".", "__")) and not is_drawn(e.path)]
     return sorted(folders, key=lambda e: e.name)
+
+
+def is_drawn(folder: str) -> bool:
+    """Whether vitlab drew the pictures in a folder, such as looked/ and inside/, so that they are no class."""
+    if not os.path.lexists(os.path.join(folder, DRAWN)):
+        return False
+    warn_drawn(folder)
+    return True
+
+
+@functools.cache  # once, however often a command opens the folder
+def warn_drawn(folder: str) -> None:
+    log.warning("'%s' holds pictures that vitlab drew and is not used", folder)
 
 
 def walk_images(folder: Path, skipped: list[str]) -> Iterator[str]:
@@ -113,7 +127,7 @@ def walk_images(folder: Path, skipped: list[str]) -> Iterator[str]:
             folders.clear()
             continue
         seen.add(real)
-        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
+        folders[:] = [n for n in folders if not n.startswith((".", "__")) and not is_drawn(os.path.join(path, n))]
         for name in files:
             found, extension = os.path.join(path, name), os.path.splitext(name)[1].lower()
             if name.startswith(".") or extension not in EXTENSIONS:

@@ -18,7 +18,7 @@ from vitlab.data.rng import Floats, Ints
 from vitlab.evaluation.describe import describe_scores
 from vitlab.evaluation.real import RealScore
 from vitlab.evaluation.scores import Calibration, Rate, rate, wilson
-from vitlab.files import write_text
+from vitlab.files import mark_pictures, write_text
 from vitlab.html import value_table
 
 PAIRS = 20  # most confused pairs that are kept
@@ -126,6 +126,7 @@ class Evaluation:
         """Write scores.json, per_class.csv, predictions.csv, confusion.png and calibration.png into a folder."""
         from vitlab.plots import scores, style
 
+        mark_pictures(folder)
         self.write_json(folder / "scores.json", about)
         table = self.class_table()
         write_text(folder / "per_class.csv", csv_text(table[0], (row.values() for row in table)))

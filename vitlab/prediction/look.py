@@ -13,7 +13,7 @@ from vitlab.analysis.class_map import class_map
 from vitlab.analysis.gallery import folder_names
 from vitlab.data.images import BrokenImage
 from vitlab.data.transforms import eval_pixels, normalize
-from vitlab.files import atomic_file
+from vitlab.files import atomic_file, mark_pictures
 from vitlab.plots.inside import HEAT, smooth_map
 from vitlab.prediction.classifier import Classifier
 from vitlab.prediction.inputs import STDIN, Inputs
@@ -37,6 +37,7 @@ def write_looks(classifier: Classifier, inputs: Inputs, indices: Sequence[int], 
         except BrokenImage:
             continue
         path = folder.expanduser() / f"{names[index]}-looked.png"
+        mark_pictures(path.parent)
         with atomic_file(path) as file:
             picture.save(file, "PNG")
         paths.append(path)
