@@ -16,6 +16,7 @@ from test_received import photos
 from vitlab.data.open import open_data
 from vitlab.data.source import Data
 from vitlab.errors import UserError
+from vitlab.finetuning.plan import make_plan
 from vitlab.training.seen import is_seen, unseen
 
 Command = Callable[..., tuple[int, str, str]]
@@ -60,7 +61,7 @@ def test_a_run_knows_what_it_has_learned_from(made: Path, tmp_path: Path) -> Non
     before, left = below(data, tmp_path / "photos"), unseen(made / "run", data)
     assert set(before) & seen
     assert below(left, tmp_path / "photos") == [name for name in before if name not in seen]
-    assert left.note.endswith(f"{len(set(before) & seen)} images that the run has learned from left out")
+    assert left.note.endswith(f", without {len(set(before) & seen)} images that the run has learned from")
 
 
 def test_files_of_the_same_names_are_not_the_same_images(made: Path, tmp_path: Path) -> None:
@@ -100,11 +101,15 @@ def test_evaluate_report_and_training_on_a_folder_that_has_grown(
     assert lost
     code, out, err = command("evaluate", str(run), str(root), "--json", str(tmp_path / "scores.json"))
     assert code == 0, err
-    assert f"{lost} image{'s' * (lost > 1)} that the run has learned from left out" in out.replace("\n", " ")
+    assert f"without {lost} image{'s' * (lost > 1)} that the run has learned from" in out.replace("\n", " ")
     assert json.loads((tmp_path / "scores.json").read_text())["images"] == len(fresh)
     code, _, err = command("report", str(run), str(root))
     assert code == 0, err
     assert json.loads((run / "scores.json").read_text())["images"] == len(fresh)
     settings: dict[str, Any] = {"model_settings": {}, "head": "new", "steps": 2, "batch": 4, "micro": 4, "warmup": 0}
     train_small(tmp_path / "more", data=str(root), weights=str(run), **settings)
-    assert f"run has learned from {lost} of the {len(data.test)} test images" in capsys.readouterr().err
+    line = f"run has learned from {lost} of the {len(data.test)} test images"
+    assert line in capsys.readouterr().err
+    plan = make_plan(str(root), str(run), [], 0.2)
+    assert plan is not None
+    assert any(line in warning for warning in plan.warnings)

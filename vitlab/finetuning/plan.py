@@ -17,6 +17,7 @@ from vitlab.training.first_weights import find_weights
 from vitlab.training.lora import check_rank
 from vitlab.training.recipe import Recipe, change, count_steps, override
 from vitlab.training.recipes import vary
+from vitlab.training.seen import seen_warnings
 from vitlab.training.setup import open_recipe_data
 from vitlab.training.start import choose_head
 
@@ -106,7 +107,7 @@ def make_plan(
         steps=steps,
         balance=recipe.balance if "balance" in keys else None,
         lines=lines,
-        warnings=(*found.warnings, *class_warnings(data)),
+        warnings=(*found.warnings, *class_warnings(data), *seen_warnings(weights, data)),
         began=began,
         start=now - began,
     )

@@ -54,5 +54,14 @@ def unseen(run: Path, data: Data) -> Data:
         return data
     if seen.all():
         raise UserError(f"{run} has learned from every test image of {data.name}; test it on other images")
-    note = f"{data.note}; {counted(int(seen.sum()), 'image')} that the run has learned from left out"
+    note = f"{data.note}, without {counted(int(seen.sum()), 'image')} that the run has learned from"
     return replace(data, test=Subset(data.test, np.flatnonzero(~seen)), note=note)
+
+
+def seen_warnings(weights: str, data: Data) -> list[str]:
+    """A line where a run that another one begins with has learned from test images, as the set has changed since."""
+    run = Path(weights).expanduser()
+    if not run.is_dir() or not (seen := int(seen_tests(run, data).sum())):
+        return []
+    few = f"{weights} has learned from {seen} of the {counted(len(data.test), 'test image')}"
+    return [f"{few}, so the accuracy on them may be too high; begin with the weights that it began with"]

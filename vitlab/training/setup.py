@@ -27,14 +27,14 @@ from vitlab.models.variants import Model, build, create
 from vitlab.models.vit import ViT, lecun_normal
 from vitlab.settings import check_value, from_json, to_json
 from vitlab.terminal import warn
-from vitlab.text import brief, counted
+from vitlab.text import brief
 from vitlab.training import checkpoint, manifest
 from vitlab.training.checkpoint import CheckpointMeta, FoundCheckpoint, disk_errors
 from vitlab.training.lora import check_rank
 from vitlab.training.objectives import start_at_frequency, start_sigmoid
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, difference, is_settled, override, resolve_length, settle
-from vitlab.training.seen import seen_tests
+from vitlab.training.seen import seen_warnings
 from vitlab.training.stages import is_staged
 from vitlab.training.start import choose_head, describe_training, make_provenance
 from vitlab.training.teacher import check_same_teacher, image_bytes, open_teacher
@@ -190,7 +190,8 @@ def prepare_run(
     adapter = new_adapter(recipe, out)
     model, preprocess = initial_model(recipe, data, start)
     if recipe.weights is not None and start is None and cluster.first:
-        warn_seen(Path(recipe.weights).expanduser(), data)
+        for line in seen_warnings(recipe.weights, data):
+            warn(line)
     check_rank(model.config, recipe.lora)  # before the folder is made
     if recipe.small_size is not None:
         shown_config(model.config, recipe.small_size)
@@ -198,13 +199,6 @@ def prepare_run(
     setup = RunSetup(out, recipe, data, *about, None, model, adapter, teacher)
     cluster.agree(lambda: write_run_files(setup, new=stored is None, trial=trial))
     return setup
-
-
-def warn_seen(run: Path, data: Data) -> None:
-    """Warn of test images that a run has learned from which this one begins with: the set has changed since."""
-    if run.is_dir() and (seen := int(seen_tests(run, data).sum())):
-        few = f"{run} has learned from {seen} of the {counted(len(data.test), 'test image')}"
-        warn(f"{few}, so the accuracy on them may be too high; begin with the weights that it began with")
 
 
 def check_data(stored: StoredRun, out: Path, data: Data, *, hashed: bool, accept: bool) -> None:
