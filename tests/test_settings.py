@@ -107,10 +107,11 @@ def test_ranges(given: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_two_values_of_one_setting_contradict_each_other() -> None:
+def test_of_two_values_of_one_setting_the_last_is_used_and_the_other_named(caplog: pytest.LogCaptureFixture) -> None:
     assert parse_settings(["lr=0.1", "steps=3", "lr=0.1"], keys()) == {"lr": 0.1, "steps": 3}
-    with pytest.raises(UserError, match=r"lr is given twice, as 0\.1 and as 0\.2; leave one of them"):
-        parse_settings(["lr=0.1", "lr=0.2"], keys())
+    assert not caplog.messages
+    assert parse_settings(["lr=0.1", "lr=0.2"], keys()) == {"lr": 0.2}
+    assert caplog.messages == ["lr is given twice: 0.2 is used, not 0.1"]
 
 
 def test_tables_show_type_default_and_help() -> None:

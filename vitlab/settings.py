@@ -16,6 +16,7 @@ import difflib
 import functools
 import inspect
 import json
+import logging
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +25,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from vitlab.errors import UserError
 from vitlab.text import listed
+
+log = logging.getLogger("vitlab")
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -247,8 +250,8 @@ def parse_settings(pairs: Iterable[str], known: Mapping[str, Any]) -> dict[str, 
         if not equals:
             raise UserError(f"'{pair}' is not a setting; write key=value, such as dropout=0.1")
         check_key(key, known)
-        if given.setdefault(key, text) != text:
-            raise UserError(f"{key} is given twice, as {given[key]} and as {text}; leave one of them")
+        if given.setdefault(key, text) != text:  # as a script does that appends what differs
+            log.warning("%s is given twice: %s is used, not %s", key, text, given[key])
         settings[key] = check_value(parse_value(text, known[key], key), known[key], key)
     return settings
 
