@@ -14,6 +14,7 @@ from vitlab.data.fields import (
     disk_blur,
     fractal,
     gaussian_blur,
+    mirrored,
     motion_blur,
     places,
     sample,
@@ -88,6 +89,13 @@ def test_sampling_is_scipys() -> None:
     assert np.allclose(sample(image, down, across), np.stack(expected, -1))
 
 
+def test_places_beyond_an_edge_are_mirrored() -> None:
+    image = np.random.default_rng(0).random((12, 17, 3))
+    down, across = (place * 3 - side for place, side in zip(places(12, 17), (12, 17), strict=True))
+    expected = [ndimage.map_coordinates(image[..., c], [down, across], order=1, mode="reflect") for c in range(3)]
+    assert np.allclose(sample(image, mirrored(down, 12), mirrored(across, 17)), np.stack(expected, -1))
+
+
 def test_smooth_noise_is_scipys() -> None:
     plain = draws(4).uniform(32, 48)
     expected = ndimage.gaussian_filter(2 * plain - 1, 2.0, mode="wrap", truncate=8)
@@ -121,6 +129,56 @@ def test_clouds_have_ever_finer_scales() -> None:
     for cloud in (rough, smooth):
         assert (cloud.min(), cloud.max(), cloud.shape) == (0, 1, (64, 96))
     assert np.abs(np.diff(rough)).mean() > 2 * np.abs(np.diff(smooth)).mean()
+
+
+DIAGONAL, STRAIGHT = ((-1, -1), (-1, 1), (1, -1), (1, 1)), ((-1, 0), (1, 0), (0, -1), (0, 1))
+
+
+def published_cloud(decay: float, rng: np.random.Generator) -> np.ndarray:
+    """The cloud of the benchmark's fog: midpoints in place, on a torus of 256 pixels, of which 224 are shown."""
+    cloud, step, wibble = np.zeros((256, 256)), 256, 100.0
+    while step > 1:
+        half = step // 2
+        for top, left, around in ((half, half, DIAGONAL), (0, half, STRAIGHT), (half, 0, STRAIGHT)):
+            i, j = np.ogrid[top:256:step, left:256:step]
+            near = [cloud[(i + half * down) % 256, (j + half * across) % 256] for down, across in around]
+            cloud[i, j] = sum(near) / 4 + wibble * rng.uniform(-wibble, wibble, near[0].shape)
+        step, wibble = half, wibble / decay
+    cloud -= cloud.min()
+    return cloud[:224, :224] / cloud.max()
+
+
+def cloud_of_fog(severity: int, index: int, side: int = 224) -> np.ndarray:
+    """What fog adds to white, from 0 to 1."""
+    fog, white = CORRUPTIONS["fog"], np.ones((side, side, 3))
+    strength = fog.levels[severity - 1][0]
+    found = fog.apply(white, draws(7, severity, index), fog.levels[severity - 1], side / 224)
+    return (found[..., 0] * (1 + strength) - 1) / strength
+
+
+def octaves(cloud: np.ndarray) -> np.ndarray:
+    """A cloud's energy by octave of frequency: from 1, 2, 4, ... 64 waves a side on."""
+    fade = np.hanning(len(cloud))
+    energy = np.abs(np.fft.fft2((cloud - cloud.mean()) * fade[:, None] * fade)) ** 2
+    waves = np.fft.fftfreq(len(cloud), 1 / len(cloud))
+    size = np.hypot(waves[:, None], waves)
+    return np.array([energy[(size >= 2**n) & (size < 2 ** (n + 1))].sum() for n in range(7)])
+
+
+@pytest.mark.parametrize(("severity", "decay"), [(1, 2), (3, 1.7), (5, 1.4)])
+def test_fog_has_the_published_energy_in_every_octave(severity: int, decay: float) -> None:
+    rng = np.random.default_rng(severity)
+    published = [published_cloud(decay, rng) for _ in range(24)]
+    found = [cloud_of_fog(severity, index) for index in range(24)]
+    energy, expected = (np.mean([octaves(cloud) for cloud in clouds], 0) for clouds in (found, published))
+    assert energy == pytest.approx(expected, rel=0.4)  # the last has a millionth of the first
+    assert np.mean(found) == pytest.approx(np.mean(published), rel=0.12)
+    assert np.std(found) == pytest.approx(np.std(published), rel=0.12)
+
+
+def test_fog_is_the_same_cloud_at_every_size() -> None:
+    large = cloud_of_fog(3, 0).reshape(112, 2, 112, 2).mean((1, 3))
+    assert np.abs(cloud_of_fog(3, 0, 112) - large).max() < 0.01
 
 
 # ---- effects
@@ -170,9 +228,31 @@ def test_contrast_shrinks_deviations_about_the_mean() -> None:
     assert after.std((0, 1)) == pytest.approx(0.4 * before.std((0, 1)), abs=0.002)
 
 
+def test_elastic_moves_three_points_by_shares_of_244() -> None:
+    """Without the bend: what is at three places of the image is then at those that were drawn."""
+    unit = 64 / 224
+    colors = np.stack([*places(64, 64), np.zeros((64, 64))], -1)
+    found = CORRUPTIONS["elastic"].apply(colors, draws(8), (0, 0.7, 0.1), unit)
+    before = np.array([[1, 1], [1, -1], [-1, -1]]) * 64 / 3 + 31.5
+    after = before + (2 * draws(8).uniform(3, 2) - 1) * 0.1 * 244 * unit
+    seen = [ndimage.map_coordinates(found[..., axis], after.T, order=1) for axis in range(2)]
+    assert np.allclose(np.stack(seen, -1), before)
+
+
+def test_elastic_bends_by_two_pixels() -> None:
+    """Severity 5 has 0.12 / 0.01 times the deviation of uniform noise after a blur."""
+    colors = np.stack([*places(112, 112), np.zeros((112, 112))], -1)
+    found = [CORRUPTIONS["elastic"].apply(colors, draws(8, i), (0.12, 0.01, 0), 112 / 224) for i in range(4)]
+    moved = (np.stack(found) - colors)[:, 10:-10, 10:-10, :2]
+    assert moved.std() == pytest.approx(112 / 224 * 0.12 / 0.01 / np.sqrt(12 * np.pi), rel=0.05)
+
+
 def test_pixelate_makes_squares() -> None:
     found = np.asarray(corrupt(photo(40, 40), "pixelate", 5, 0))
     assert (found.reshape(10, 4, 10, 4, 3) == found[::4, None, ::4, None]).all()
+    columns = np.arange(224)[None, :, None] * np.ones((224, 1, 3))
+    found = np.asarray(corrupt(Image.fromarray(columns.astype(np.uint8)), "pixelate", 3, 0))
+    assert len(np.unique(found)) == 89  # 0.4 of 224 is 89.6, which the benchmark rounds down
 
 
 def test_jpeg_is_pillows() -> None:

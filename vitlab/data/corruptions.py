@@ -21,14 +21,17 @@ from vitlab.data.fields import (
     enlarge,
     fractal,
     gaussian_blur,
+    mirrored,
     motion_blur,
     places,
+    plasma,
     sample,
     smooth_noise,
 )
 from vitlab.data.rng import CORRUPT, Floats, keys
 
 SIDE = 224  # pixels that the table below is in
+BENT = 244  # pixels that its shares for elastic are of, in the benchmark's images of 224 too
 SEVERITIES = (1, 2, 3, 4, 5)
 LUMA = np.array([0.299, 0.587, 0.114])
 ICE = np.array([0.88, 0.94, 1.0])  # the color of frost
@@ -141,9 +144,11 @@ def frost(x: Floats, draws: Draws, level: tuple[float, float], unit: float) -> F
 
 
 def fog(x: Floats, draws: Draws, level: tuple[float, float], unit: float) -> Floats:
+    """A cloud over the image, and no value above its brightest."""
     strength, decay = level
     (h, w, _), peak = x.shape, x.max()
-    return (x + strength * fractal(draws, h, w, decay)[..., None]) * peak / (peak + strength)
+    cloud = plasma(draws, round(h / unit), round(w / unit), decay)
+    return (x + strength * enlarge(cloud, h, w, Image.Resampling.BILINEAR)[..., None]) * peak / (peak + strength)
 
 
 def brightness(x: Floats, draws: Draws, more: float, unit: float) -> Floats:
@@ -162,26 +167,26 @@ def contrast(x: Floats, draws: Draws, share: float, unit: float) -> Floats:
 
 
 def elastic(x: Floats, draws: Draws, level: tuple[float, float, float], unit: float) -> Floats:
-    """Bent by a smooth random field after a random affine map; all three lengths are in sides of the image.
+    """Bent by a smooth random field after a random affine map; all three lengths are shares of BENT.
 
     A pixel moves by about strength / sigma / 6 pixels of an image of 224, as the noise before the blur is of pixels.
     """
     h, w = x.shape[:2]
-    strength, sigma, reach = (length * unit * SIDE for length in level)
+    strength, sigma, reach = (share * unit * BENT for share in level)
     strength *= unit
     anchors = np.array([[1, 1], [1, -1], [-1, -1]]) * min(h, w) / 3
     moved = anchors + (2 * draws.uniform(3, 2) - 1) * reach
-    affine = np.linalg.solve(np.column_stack([anchors, np.ones(3)]), moved)  # (3, 2)
+    affine = np.linalg.solve(np.column_stack([moved, np.ones(3)]), anchors)  # (3, 2): where a color comes from
     bend = [strength * smooth_noise(draws, h, w, sigma) for _ in range(2)]
-    down, across = places(h, w)
-    flat = np.stack([down - (h - 1) / 2, across - (w - 1) / 2, np.ones((h, w))], -1) @ affine
-    return sample(x, flat[..., 0] + (h - 1) / 2 + bend[0], flat[..., 1] + (w - 1) / 2 + bend[1])
+    down, across = (place + far for place, far in zip(places(h, w), bend, strict=True))
+    found = np.stack([down - (h - 1) / 2, across - (w - 1) / 2, np.ones((h, w))], -1) @ affine
+    return sample(x, mirrored(found[..., 0] + (h - 1) / 2, h), mirrored(found[..., 1] + (w - 1) / 2, w))
 
 
 def pixelate(x: Floats, draws: Draws, share: float, unit: float) -> Floats:
-    """This share of the pixels of each side, each a square."""
+    """This share of the pixels of each side, rounded down, each a square."""
     h, w = x.shape[:2]
-    image = to_image(x).resize((max(1, round(share * w)), max(1, round(share * h))), Image.Resampling.BOX)
+    image = to_image(x).resize((max(1, int(share * w)), max(1, int(share * h))), Image.Resampling.BOX)
     return np.asarray(image.resize((w, h), Image.Resampling.NEAREST)) / 255
 
 

@@ -9,6 +9,7 @@ from PIL import Image
 from vitlab.data.rng import Floats, Keys, uniforms
 
 CUT = 3.5  # deviations at which a Gaussian kernel ends
+FINER = 8  # times a plasma's grid is made finer, whose first points are 2^8 = 256 pixels apart
 
 
 class Draws:
@@ -96,6 +97,12 @@ def places(h: int, w: int) -> tuple[Floats, Floats]:
     return down, across
 
 
+def mirrored(place: Floats, side: int) -> Floats:
+    """Places beyond a side's ends, as in mirrors there."""
+    found = (place + 0.5) % (2 * side)
+    return np.minimum(found, 2 * side - found) - 0.5
+
+
 def enlarge(field: Floats, h: int, w: int, kind: Image.Resampling = Image.Resampling.BICUBIC) -> Floats:
     """A field of any size at (h, w), between its values by a filter."""
     image = Image.fromarray(field.astype(np.float32))
@@ -113,6 +120,32 @@ def fractal(draws: Draws, h: int, w: int, decay: float) -> Floats:
         weight, cells = weight / decay, 2 * cells
     low, high = total.min(), total.max()
     return (total - low) / max(high - low, 1e-9)
+
+
+def plasma(draws: Draws, h: int, w: int, decay: float) -> Floats:
+    """A cloud (h, w) by midpoints, cut from one that goes from 0 to 1 and whose sides are multiples of 256.
+
+    The published fog takes a draw up to its step, times that step, and divides the step by `decay` from one scale to
+    the next: what a scale adds falls by the square of `decay`.
+    """
+    total, weight = np.zeros((-(-h >> FINER), -(-w >> FINER))), 1.0
+    for _ in range(FINER):
+        total, weight = with_midpoints(total, draws, weight), weight / decay**2
+    low, high = total.min(), total.max()
+    return ((total - low) / (high - low))[:h, :w]
+
+
+def with_midpoints(field: Floats, draws: Draws, weight: float) -> Floats:
+    """A field whose edges meet, twice as fine: means of four neighbors, each with a draw from -weight to weight."""
+    h, w = field.shape
+    noise = weight * (2 * draws.uniform(3, h, w) - 1)
+    below, right = np.roll(field, -1, 0), np.roll(field, -1, 1)
+    centers = (field + below + right + np.roll(below, -1, 1)) / 4 + noise[0]
+    found = np.empty((2 * h, 2 * w))
+    found[::2, ::2], found[1::2, 1::2] = field, centers
+    found[::2, 1::2] = (field + right + centers + np.roll(centers, 1, 0)) / 4 + noise[1]
+    found[1::2, ::2] = (field + below + centers + np.roll(centers, 1, 1)) / 4 + noise[2]
+    return found
 
 
 def smooth_noise(draws: Draws, h: int, w: int, sigma: float) -> Floats:
