@@ -25,8 +25,6 @@ from vitlab.studies.run import Worker
 from vitlab.studies.table import Table, cells, table_line
 from vitlab.text import counted
 
-COUNTS = ("images", "steps", "batch", "seeds", "exaFLOPs")  # the last columns of a table
-
 
 def complete_tables(out: Path) -> Iterator[Table]:
     """The tables of complete studies, their figures drawn."""
@@ -46,7 +44,7 @@ def lines_of(table: Table) -> str:
     """The table for a page's width: rows by their names, means first, what all rows have in common in a line below."""
     heads, rows = cells(table)
     columns = dict(zip(heads, zip(*rows, strict=True), strict=True))
-    common = {head: columns[head][0] for head in COUNTS if len(set(columns[head])) == 1}
+    common = {head: columns[head][0] for head in table.counts if len(set(columns[head])) == 1}
     shown = [head for head in heads if head not in table.abouts and head not in common]
     shown.sort(key=lambda head: (head != "row", "mean" not in head))
     lines = [shown, ["---"] * len(shown), *zip(*(columns[head] for head in shown), strict=True)]

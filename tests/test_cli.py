@@ -162,6 +162,7 @@ def test_cost(command: Command) -> None:
     assert code == 0, err
     assert "86,567,656" in out
     assert "223.5 exaFLOPs" in out  # the paper prints 224
+    assert "223.5 petaFLOPs" in command("cost", "B/16", "--images", "303k", "--epochs", "7")[1]
     assert "25.87 days" in out  # 223.5e18 / 100e12 / 86400
 
 

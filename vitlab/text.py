@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+UNITS = {"exaFLOPs": 1e18, "petaFLOPs": 1e15, "teraFLOPs": 1e12, "gigaFLOPs": 1e9}
+
 
 def valid_text(text: str) -> str:
     """Text that can be encoded: lone surrogates, from undecodable file names, become escapes."""
@@ -30,3 +32,8 @@ def duration(seconds: float) -> str:
     if seconds < 90 * 60:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
+
+
+def flops_unit(flops: float) -> tuple[str, float]:
+    """The unit in which a number of operations is short to read, and its size: exaFLOPs, 1e18."""
+    return next(((name, size) for name, size in UNITS.items() if flops >= size), ("gigaFLOPs", UNITS["gigaFLOPs"]))

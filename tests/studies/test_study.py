@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -428,6 +429,28 @@ def test_results_on_other_images_do_not_come_together(tmp_path: Path) -> None:
         go_on(photos, 1)
     shutil.rmtree(out / "jobs")
     assert go_on(photos, 1, "dropout-0").done
+
+
+def test_costs_are_in_a_unit_that_is_short_to_read(finished: tuple[Path, Request, Table]) -> None:
+    """Of the dearest row; a table of no runs has neither costs nor images and steps."""
+    out, _, table = finished
+    with (out / "table.csv").open() as file:
+        flops = [float(line["flops"]) for line in csv.DictReader(file)]
+    heads, rows = cells(table)
+    assert heads[-5:] == ["images", "steps", "batch", "seeds", "gigaFLOPs"]
+    assert [float(row[-1]) for row in rows] == [pytest.approx(f / 1e9, rel=0.005) for f in flops]
+    (first, *others), names = (
+        table.lines,
+        {3e18: "exaFLOPs", 2e18 / 3: "petaFLOPs", 1e15: "petaFLOPs", 4e14: "teraFLOPs"},
+    )
+    for cost, name in names.items():
+        heads, rows = cells(replace(table, lines=[replace(first, flops=cost), *others]))
+        assert heads[-1] == name
+        assert 1 <= float(rows[0][-1]) < 1000
+    none = [replace(line, flops=None, steps=None, batch=None, images=None) for line in table.lines]
+    heads, rows = cells(replace(table, lines=none))
+    assert heads[-1] == "seeds"
+    assert {len(row) for row in rows} == {len(heads)}
 
 
 def test_what_is_timed_is_done_alone(tmp_path: Path) -> None:

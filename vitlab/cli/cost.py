@@ -33,6 +33,7 @@ def cost(
     from vitlab.cost import days, quick_cost
     from vitlab.models.names import configure, create_keys
     from vitlab.settings import parse_settings
+    from vitlab.text import flops_unit
 
     count = parse_size(images, "--images")
     if epochs <= 0:
@@ -40,12 +41,13 @@ def cost(
     options = parse_settings(settings or [], create_keys())
     c = quick_cost(configure(model, options))
     flops = c.run_flops(count, epochs)
+    unit, size = flops_unit(flops)
     rows = [
         ("parameters", f"{c.parameters:,}"),
         ("tokens", f"{c.length}"),
         ("forward, one image", f"{c.forward_flops / 1e9:.2f} GFLOPs"),
         ("training, one image", f"{c.train_flops / 1e9:.2f} GFLOPs, {c.activation_bytes / 1e6:.1f} MB kept"),
-        (f"the run, {count:,.0f} images x {counted(epochs, 'epoch')}", f"{flops / 1e18:,.4g} exaFLOPs"),
+        (f"the run, {count:,.0f} images x {counted(epochs, 'epoch')}", f"{flops / size:,.4g} {unit}"),
     ]
     each = [c.gpu_bytes(micro, gpus, sharded) / 1e9 for sharded in (False, True)]
     rows.append((f"memory, {micro} images at a time", f"{each[0]:.1f} GB" if gpus == 1 else f"{each[0]:.1f} GB a GPU"))

@@ -17,7 +17,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "hybrid": ("R26+Ti/16", "R26+S/16", "R50+S/16", "R50+B/16"),
     "ResNet": ("R50x1", "R101x1", "R50x2", "R101x2"),
 }
-COST = "pre-training cost, exaFLOPs"
+COST = "pre-training cost, {}"
 #        in --quick: model, settings
 QUICK: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "ViT": (("Ti/16", {}), ("Ti/8", {}), ("S/8", {"depth": 4, "width": 64, "mlp": 256, "heads": 4})),
@@ -37,21 +37,23 @@ def rows(ask: Request, seed: int) -> Iterator[Row]:
 
 def figure(table: Table) -> "Figure":
     """Transfer by the cost of pre-training, and the paper's own points."""
-    panels = []
+    (unit, size), panels = table.cost, []
     for what in ("5-shot", "tuned"):
         key, series = table.request.mean_heading(what), []
         for family in FAMILIES:
             lines = sorted(
                 (line for line in table.done if line.about["family"] == family), key=lambda line: line.flops or 0
             )
-            x = [(line.flops or 0) / 1e18 for line in lines]
+            x = [(line.flops or 0) / size for line in lines]
             series.append(Series(family, x, [line.values[key] for line in lines], [line.name for line in lines]))
-        panels.append(Lines(f"{key}, here", COST, "accuracy, %", series, frontier=True))
+        panels.append(Lines(f"{key}, here", COST.format(unit), "accuracy, %", series, frontier=True))
     paper = []
     for family in FAMILIES:
         points = sorted((row.exaflops, row.imagenet / 100) for row in COMPUTE if row.family == family)
         paper.append(Series(family, [cost for cost, _ in points], [[score] for _, score in points]))
-    panels.append(Lines("the paper, ImageNet", COST, "accuracy, %", paper, faint=True, frontier=True))
+    panels.append(
+        Lines("the paper, ImageNet", COST.format("exaFLOPs"), "accuracy, %", paper, faint=True, frontier=True)
+    )
     return lines_figure(panels)
 
 

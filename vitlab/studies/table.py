@@ -12,6 +12,7 @@ import numpy as np
 from vitlab.studies.place import RESULT, Place
 from vitlab.studies.request import Request
 from vitlab.studies.study import JOBS, Number, Row, Study, several
+from vitlab.text import flops_unit
 
 NO_CLAIM = "± is the standard deviation over seeds; no claim is drawn from a difference smaller than it."
 ONE_SEED = "One seed: the spread of these numbers is not known, so no claim is drawn from small differences."
@@ -68,6 +69,17 @@ class Table:
     @property
     def papers(self) -> list[str]:
         return list(dict.fromkeys(key for line in self.lines for key in line.paper))
+
+    @property
+    def cost(self) -> tuple[str, float]:
+        """The unit of the runs' costs, by the dearest, and its size in operations."""
+        return flops_unit(max((line.flops or 0.0 for line in self.lines), default=0.0))
+
+    @property
+    def counts(self) -> list[str]:
+        """The last headings: how much the row's run learned from, how long, and what it cost, if there are runs."""
+        trained = any(line.flops is not None for line in self.lines)
+        return ["images", "steps", "batch", "seeds", self.cost[0]] if trained else ["seeds"]
 
     @property
     def done(self) -> list[Line]:
@@ -173,16 +185,22 @@ def cells(table: Table) -> tuple[list[str], list[list[str]]]:
     units = {key: unit for line in table.lines for key, unit in line.units.items()}
     heads = ["row", *table.abouts, *(heading(key, units[key]) for key in table.headings)]
     heads += [f"paper: {key}" for key in table.papers]
-    heads += ["images", "steps", "batch", "seeds", "exaFLOPs"]
+    heads += table.counts
     rows = []
     for line in table.lines:
         numbers = [cell(line, key) for key in table.headings]
         papers = [shown(line.paper.get(key), "%") for key in table.papers]
-        counts = ["" if n is None else f"{n:,}" for n in (line.images, line.steps, line.batch)]
-        cost = "" if line.flops is None else f"{line.flops / 1e18:.3g}"
+        counts = count_cells(line, *table.cost)
         about = [line.about.get(key, "") for key in table.abouts]
-        rows.append([line.name, *about, *numbers, *papers, *counts, f"{line.seeds}", cost])
+        rows.append([line.name, *about, *numbers, *papers, *(counts[key] for key in table.counts)])
     return heads, rows
+
+
+def count_cells(line: Line, unit: str, size: float) -> dict[str, str]:
+    """The last cells of a row, by heading; empty where it has no run."""
+    whole = {"images": line.images, "steps": line.steps, "batch": line.batch, "seeds": line.seeds}
+    counts = {key: "" if count is None else f"{count:,}" for key, count in whole.items()}
+    return counts | {unit: "" if line.flops is None else f"{line.flops / size:.3g}"}
 
 
 def markdown(table: Table) -> str:

@@ -17,7 +17,7 @@ from vitlab.errors import UserError
 from vitlab.models.config import ModelConfig, Preprocess, ViTConfig
 from vitlab.models.names import SIZES, configure
 from vitlab.settings import parse_settings
-from vitlab.text import counted
+from vitlab.text import counted, flops_unit
 from vitlab.training.recipe import Recipe, change, is_settled, keys, make_recipe, override
 
 # Images in the training sets whose size a recipe's cost needs.
@@ -320,9 +320,9 @@ def operations(flops: float) -> str:
     """In the unit that fits: 224 exaFLOPs, 12 petaFLOPs."""
     if math.isnan(flops):
         return "what the machine computes in its time"
-    size, name = next(((s, n) for s, n in ((1e18, "exa"), (1e15, "peta")) if flops >= s), (1e12, "tera"))
+    unit, size = flops_unit(flops)
     count = flops / size
-    return f"{count:,.0f} {name}FLOPs" if count >= 100 else f"{count:.3g} {name}FLOPs"
+    return f"{count:,.0f} {unit}" if count >= 100 else f"{count:.3g} {unit}"
 
 
 def command(name: str) -> str:
