@@ -6,11 +6,13 @@ They are opened in a process with 2 GB of address space and a time limit, since 
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tarfile
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -289,6 +291,50 @@ def test_a_page_of_zeros(tmp_path: Path) -> None:
     del content
     assert (tmp_path / "train.parquet").stat().st_size < 1 << 20
     assert "unpacks to more than there is memory for" in opened(tmp_path / "train.parquet")
+
+
+@pytest.mark.slow
+def test_a_copy_that_takes_too_much_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitlab.data.parquet.MIN_SECONDS", 1)
+    rows = 900_000
+    path = parquet(tmp_path / "train.parquet", table(np.zeros(rows, np.int64), pa.nulls(rows, pa.binary())))
+    with pytest.raises(UserError, match="not unpacked by 1 second of work; is it what it claims"):
+        open_data(str(path))
+    assert not list((tmp_path / "cache").rglob("*.part.*"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no list of children")
+def test_a_copy_that_waits_for_a_core_is_not_too_much_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that others keep busy: the reader is stopped for longer than the work that it may do."""
+    seconds = 5
+    monkeypatch.setattr("vitlab.data.parquet.MIN_SECONDS", seconds)
+    path = parquet(tmp_path / "train.parquet", table([0, 1, 1]))
+    stopped = threading.Event()
+
+    def stop_reader() -> None:
+        while not (found := child_with("parquet_reader")):
+            time.sleep(0.001)
+        os.kill(found, signal.SIGSTOP)
+        stopped.set()
+        time.sleep(seconds + 1)
+        os.kill(found, signal.SIGCONT)
+
+    thread = threading.Thread(target=stop_reader)
+    thread.start()
+    assert len(open_data(str(path), holdout=0.4).train) > 0
+    assert stopped.is_set()
+    thread.join()
+
+
+def child_with(word: str) -> int | None:
+    """A child of this process that has a word in its command."""
+    for tasks in Path("/proc/self/task").glob("*/children"):
+        for child in tasks.read_text().split():
+            with suppress(OSError):
+                if word.encode() in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return int(child)
+    return None
 
 
 def test_images_that_are_not_bytes(tmp_path: Path) -> None:

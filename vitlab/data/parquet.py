@@ -7,6 +7,7 @@ in the cache folder; `parquet_reader.py` does that in a process of its own, sinc
 import json
 import logging
 import os
+import signal
 import subprocess
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -22,10 +23,12 @@ from vitlab.data.sandbox import python_command
 from vitlab.data.split_names import group_by_split
 from vitlab.errors import UserError
 from vitlab.files import cache_folder, file_lock
+from vitlab.text import counted
 
 FEATURES = "vitlab/features/"  # in the metadata of a file of features
 TAIL = 1 << 16  # bytes of a file's end, which has its metadata
-MIN_SECONDS, BYTES_PER_SECOND = 20, 2 << 20  # the time limit of a copy: so many, and one for each so many bytes
+MIN_SECONDS, BYTES_PER_SECOND = 20, 2 << 20  # of a core, for a copy: so many, and one for each so many bytes
+PATIENCE = 10  # times as long it may take where the disk is slow or others use the cores
 log = logging.getLogger("vitlab")
 
 
@@ -148,10 +151,13 @@ def make_copy(path: str, name: str) -> None:
         raise UserError("parquet files need the package pyarrow: pip install 'vitlab[data]'")
     part = f"{name}.part"
     small = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
-    seconds = MIN_SECONDS + os.path.getsize(path) / BYTES_PER_SECOND
-    command = python_command(f"from vitlab.data.parquet_reader import main; main({path!r}, {part!r})")
+    seconds = MIN_SECONDS + os.path.getsize(path) // BYTES_PER_SECOND
+    limit = counted(seconds, "second")
+    command = python_command(f"from vitlab.data.parquet_reader import main; main({path!r}, {part!r}, {seconds})")
     try:
-        done = subprocess.run(command, capture_output=True, timeout=seconds, env=os.environ | small)
+        done = subprocess.run(command, capture_output=True, timeout=PATIENCE * seconds, env=os.environ | small)
+        if done.returncode == -signal.SIGXCPU:
+            raise UserError(f"'{path}' is not unpacked by {limit} of work; is it what it claims to be?")
         if done.returncode:
             raise UserError(f"'{path}' crashes the reader of parquet")
         reply = json.loads(done.stdout)
@@ -162,7 +168,8 @@ def make_copy(path: str, name: str) -> None:
         os.replace(f"{part}.bin", f"{name}.bin")
         os.replace(f"{part}.npz", f"{name}.npz")
     except subprocess.TimeoutExpired:
-        raise UserError(f"'{path}' is not unpacked after {seconds:.0f} seconds; is it what it claims to be?") from None
+        waited = f"'{path}' is not unpacked after {PATIENCE * seconds} seconds"
+        raise UserError(f"{waited}; is it what it claims to be, and on a disk that answers?") from None
     finally:
         for extension in ("bin", "npz"):
             Path(f"{part}.{extension}").unlink(missing_ok=True)

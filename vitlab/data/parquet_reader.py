@@ -1,10 +1,10 @@
-"""Parquet to a flat copy, in a process of its own that runs `main(FILE, COPY)`.
+"""Parquet to a flat copy, in a process of its own that runs `main(FILE, COPY, SECONDS)`.
 
 A few bytes of parquet can expand to any amount of data: nulls in runs, one long value repeated, pages of zeros. So
-nothing else reads parquet. This process has little memory, and a crash affects no other. It writes the images one
-after another to COPY.bin, their positions, labels and class names to COPY.npz, and one line of JSON to its standard
-output: {"note": ...} or {"error": ...}. A column of lists is that of a multi-label set: its labels follow each other,
-and their number in each row is kept beside them.
+nothing else reads parquet. This process has little memory and SECONDS of a core, and a crash affects no other. It
+writes the images one after another to COPY.bin, their positions, labels and class names to COPY.npz, and one line of
+JSON to its standard output: {"note": ...} or {"error": ...}. A column of lists is that of a multi-label set: its labels
+follow each other, and their number in each row is kept beside them.
 """
 
 import contextlib
@@ -32,12 +32,14 @@ MAX_NAME_LENGTH = 1000  # characters of an image's name
 MAX_LABELS = 1000  # of one image, in a column of lists
 
 
-def main(path: str, copy: str) -> None:
+def main(path: str, copy: str, seconds: int) -> None:
     with contextlib.suppress(ImportError):  # not a POSIX system
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(ValueError):  # the user's own limit is lower
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
     try:
         reply = {"note": FlatCopyWriter(path, copy).write()}
     except UserError as error:
