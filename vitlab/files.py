@@ -141,8 +141,11 @@ def check_folder(path: Path, option: str = "--out") -> None:
 
 
 def mark_pictures(folder: Path) -> None:
-    """Mark a folder that pictures will be drawn into, unless it is there already and may hold somebody's photos."""
-    if not os.path.lexists(folder):
+    """Make and mark the folder that pictures will be drawn into, unless it is there and may hold somebody's photos."""
+    if folder.is_dir():
+        return
+    with write_errors(folder):
+        folder.mkdir(parents=True)
         write_text(folder / DRAWN, "vitlab drew these pictures: this folder is no class of photos\n")
 
 

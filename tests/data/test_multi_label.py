@@ -9,6 +9,7 @@ import pytest
 from pictures import encoded, picture, write_shard
 from sklearn.preprocessing import MultiLabelBinarizer
 
+from vitlab.data.csv_file import splits as csv_splits
 from vitlab.data.label_sets import sets_of
 from vitlab.data.open import hold_out_validation, open_data
 from vitlab.data.parquet_reader import class_names
@@ -105,6 +106,28 @@ def test_columns_as_spreadsheets_separate_them(tmp_path: Path, delimiter: str) -
     assert rows_of(found.train) == rows_of(expected.train)
     assert [found.test.name(i) for i in range(len(found.test))] == [
         expected.test.name(i) for i in range(len(expected.test))
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'file,label,"note; a; b; c"\n0.png,cat,x\n1.png,dog,"y; z"\n',  # other delimiters in the heading
+        "file;label;x, y, z, w\n0.png;cat;1\n1.png;dog;2\n",
+        "file,label\n0.png,cat, \n1.png,dog,,\n",  # a blank after the last column
+        "\n \nfile;label\n0.png;cat\n;\n1.png;dog\n;\n",  # blank lines, as spreadsheets leave below a table
+        "sep=;\nfile;label\n0.png;cat\n1.png;dog\n",
+        '"sep=\t"\r\nfile\tlabel\r\n0.png\tcat\r\n1.png\tdog\r\n',
+    ],
+)
+def test_headings_and_lines_of_other_programs(tmp_path: Path, text: str) -> None:
+    for i in range(2):
+        picture(i).save(tmp_path / f"{i}.png")
+    (tmp_path / "set.csv").write_text(text, newline="")
+    (source,) = csv_splits(tmp_path / "set.csv").values()
+    assert [(Path(source.name(i)).name, source.classes[source.labels[i]]) for i in range(len(source))] == [
+        ("0.png", "cat"),
+        ("1.png", "dog"),
     ]
 
 

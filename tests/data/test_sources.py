@@ -195,16 +195,28 @@ def test_suffixes_of_any_case(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("a.zip", "is an archive; unpack it"), ("a.tar.XZ", "is an archive"), ("a.xlsx", r"is no data set; name .*\.csv")],
+    [
+        *[(f"a.{suffix}", "is an archive; unpack it") for suffix in ("zip", "tar.XZ", "tbz2")],
+        ("a.xlsx", r"is no data set; name .*\.csv"),
+    ],
 )
 def test_a_file_that_is_no_set(name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this folder, or in another, where it could be the id of a set on the hub."""
     monkeypatch.chdir(tmp_path)
     for path in (Path(name), Path("sub") / name):
+        if path.suffix != ".xlsx":  # which could be a name on the hub
+            with pytest.raises(UserError, match=f"there is no file '{path}'"):
+                open_data(str(path))
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"PK")
         with pytest.raises(UserError, match=words):
             open_data(str(path))
+
+
+@pytest.mark.parametrize("name", ["set.tar", "Set.TAR", "my.tgz", "set.tar.gz", "set.csv", "set.parquet", "set.zip"])
+def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
+    write_folder(tmp_path / name, {"cat": 5, "dog": 5})
+    assert len(open_data(str(tmp_path / name)).test) == 2
 
 
 def test_a_missing_network_is_a_user_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -267,6 +279,51 @@ def test_photos_stay_in_their_split_as_others_come_and_go(tmp_path: Path) -> Non
     assert {split: {Path(n).name for n in names} for split, names in splits().items()} == {
         split: {Path(n).name for n in names} for split, names in after.items()
     }
+
+
+def test_held_out_photos_follow_from_names_however_they_are_given(tmp_path: Path) -> None:
+    """A copy in another format, and a list of paths in any spelling; what follows a dot need not be a suffix."""
+    root = write_folder(tmp_path / "photos", {"ant": 30, "bee": 30})
+    held = {(Path(n).parent.name, Path(n).stem) for n in names(open_data(str(root)).test)}
+    assert len(held) == 12
+    files, found = sorted(root.rglob("*.png")), []
+    for start in ("photos/", "./photos/", "photos/../photos//", f"{root}/", f"{tmp_path}/photos/./"):
+        rows = [f"{start}{f.parent.name}/{f.name},{f.parent.name}" for f in files]
+        (tmp_path / "list.csv").write_text("\n".join(["file,label", *rows]))
+        found.append({os.path.normpath(n) for n in names(open_data(str(tmp_path / "list.csv")).test)})
+    assert all(each == found[0] for each in found)
+    for file in files:
+        file.rename(file.with_suffix(".JPG"))
+    assert {(Path(n).parent.name, Path(n).stem) for n in names(open_data(str(root)).test)} == held
+    rows = []
+    for i in range(40):
+        (tmp_path / f"scan.{i:03d}").write_bytes(encoded(picture(i)))
+        rows.append(f"scan.{i:03d},{'ab'[i % 2]}")
+    (tmp_path / "scans.csv").write_text("\n".join(["file,label", *rows]))
+    scans = open_data(str(tmp_path / "scans.csv")).test
+    assert {Path(n).suffix for n in names(scans)} != {f".{i:03d}" for i in range(8)}  # the first ones
+
+
+def test_a_built_in_set_is_split_alike_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision gives complete paths; the folder above the set must not decide which photos are held out."""
+    found = []
+    for place in ("a", "home/ann/.cache"):
+        monkeypatch.setenv("VITLAB_DATA", str(tmp_path / place))
+        root = tmp_path / place / "oxford-pets" / "oxford-iiit-pet"
+        for folder in ("images", "annotations"):
+            (root / folder).mkdir(parents=True)
+        photos = [f"{kind}_{i}" for kind in ("Abyssinian", "beagle") for i in range(40)]
+        for name in photos:
+            (root / "images" / f"{name}.jpg").write_bytes(encoded(picture(0)))
+        for split, numbers in (("trainval", range(30)), ("test", range(30, 40))):
+            lines = [f"{name} {1 + (name[0] == 'b')} 1 1" for name in photos if int(name.split("_")[1]) in numbers]
+            (root / "annotations" / f"{split}.txt").write_text("\n".join(lines) + "\n")
+        data = hold_out_validation(open_data("oxford-pets", per_class=20, seed=3), 0.2)
+        assert data.validation is not None
+        assert [len(s) for s in data.splits.values()] == [32, 8, 20]
+        assert all(Path(n).is_file() for n in names(data.train))
+        found.append([{Path(n).name for n in names(s)} for s in data.splits.values()])
+    assert found[0] == found[1]
 
 
 def test_holdout_leaves_every_class_an_image() -> None:

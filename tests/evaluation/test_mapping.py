@@ -11,7 +11,7 @@ import torch
 
 import vitlab
 from vitlab.data import imagenet
-from vitlab.data.corruptions import corrupt
+from vitlab.data.corruptions import CORRUPTIONS, corrupt
 from vitlab.data.decoder import frame_image
 from vitlab.data.source import ArraySource
 from vitlab.data.transforms import eval_image
@@ -152,7 +152,7 @@ def test_corruptions_are_parsed() -> None:
             parse_corruptions(text)
 
 
-def test_images_are_framed_then_corrupted(model: Model, tmp_path: Path) -> None:
+def test_images_are_framed_then_corrupted(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores equal those of images that were framed and corrupted by hand; what is kept is not that of other images."""
     rng = np.random.default_rng(2)
     pixels = rng.integers(0, 256, (40, 13, 11, 3), dtype=np.uint8)
@@ -169,6 +169,11 @@ def test_images_are_framed_then_corrupted(model: Model, tmp_path: Path) -> None:
     assert found.mean == pytest.approx(np.mean([rate.value for rate in found.top1]))
     again = evaluate_corrupted(model, source, found.corruptions, **options)
     assert again == found
+    for name in ("contrast", "impulse_noise"):  # of another definition nothing is kept
+        monkeypatch.setitem(CORRUPTIONS, name, CORRUPTIONS["brightness"])
+    other = evaluate_corrupted(model, source, found.corruptions, **options)
+    assert other == evaluate_corrupted(model, source, found.corruptions, **options | {"keep": None})
+    assert other.top1[0] == other.top1[1] != found.top1[0]
 
 
 @pytest.mark.slow

@@ -286,7 +286,7 @@ def test_it_compiles_without_a_graph_break() -> None:
 @pytest.mark.slow
 def test_two_processes_give_the_loss_curve_of_one(base: Path, tmp_path: Path) -> None:
     """In their losses and in the files of updates, which a sharded run gathers."""
-    settings = ["steps=25", "lr=0.1", "mixup=0", "precision=float64", "ema=0.9", "image_size=8", "width=16"]
+    settings = ["steps=25", "lr=0.03", "mixup=0", "precision=float64", "ema=0.9", "image_size=8", "width=16"]
     settings += ["checkpoint_every=10", "lora=4", f"weights={base}"]
     runs = {"one": (1, "ddp"), "ddp": (2, "ddp"), "fsdp": (2, "fsdp")}
     for name, (processes, parallel) in runs.items():

@@ -77,10 +77,6 @@ class Gallery:
         with style.drawing():  # without matplotlib this fails now rather than after the work
             pass
         mark_pictures(self.out)
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"the folder '{self.out}' cannot be made: {error.strerror or error}") from None
         if "filters" in self.figures:
             report(self.write_filters())
         if "positions" in self.figures:

@@ -1,5 +1,6 @@
 """Data sets by name: scikit-learn's digits, and those that torchvision downloads."""
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def splits(name: str) -> dict[str, ImageSource]:
             return cifar.splits(cifar.find(name, root) or download_cifar(name, root))
         kind, argument, values = PHOTOS[name]
         make = getattr(torchvision.datasets, kind)
-        return {split: convert(make(str(root), download=True, **{argument: value})) for split, value in values.items()}
+        made = {split: make(str(root), download=True, **{argument: value}) for split, value in values.items()}
+        return {split: convert(data, root) for split, data in made.items()}
     except (OSError, RuntimeError) as error:
         raise UserError(
             f"{name} could not be downloaded to '{root}' ({error}); check the network, or put the files there "
@@ -65,8 +67,7 @@ def download_cifar(name: str, root: Path) -> Path:
     return part.replace(archive)
 
 
-def convert(data: Any) -> FileSource:
+def convert(data: Any, root: Path) -> FileSource:
+    """A set of torchvision's by the files' paths below its folder."""
     paths = data._images if hasattr(data, "_images") else data._image_files
-    return FileSource(
-        Path("/"), [str(Path(path).absolute()) for path in paths], list(data._labels), tuple(data.classes)
-    )
+    return FileSource(root, [os.path.relpath(path, root) for path in paths], list(data._labels), tuple(data.classes))

@@ -25,6 +25,7 @@ from vitlab.text import listed
 
 FILE_COLUMNS = ("file", "image", "path", "filename")
 LABEL_COLUMNS = ("labels", "label", "classes", "class")
+SPLIT = "split"
 SEPARATOR = ";"
 
 
@@ -59,14 +60,14 @@ def splits(path: Path) -> dict[str, FileSource]:
 
 def read_rows(path: Path) -> Iterator[Row]:
     """The lines of the file; raises UserError for one that is wrong."""
-    lines = read_cells(path)
+    lines = read_cells(path, (*FILE_COLUMNS, *LABEL_COLUMNS, SPLIT))
     heading = [name.strip().lower() for name in next(lines, (0, []))[1]]
     columns = [find_column(path, heading, names) for names in (FILE_COLUMNS, LABEL_COLUMNS)]
-    split_column = heading.index("split") if "split" in heading else None
+    split_column = heading.index(SPLIT) if SPLIT in heading else None
     for number, cells in lines:
         if len(cells) < len(heading):
             raise UserError(f"line {number} of '{path}' has fewer columns than the heading")
-        if any(cells[len(heading) :]):  # as a delimiter inside a cell makes them
+        if any(cell.strip() for cell in cells[len(heading) :]):  # as a delimiter inside a cell makes them
             raise UserError(f"line {number} of '{path}' has more columns than the heading; put such a cell in quotes")
         name, text = (cells[column].strip() for column in columns)
         split = "train" if split_column is None else cells[split_column].strip().lower() or "train"

@@ -21,6 +21,7 @@ from vitlab.errors import UserError
 from vitlab.files import DRAWN
 from vitlab.text import valid_text
 
+SUFFIXES = frozenset(extension.encode() for extension in EXTENSIONS | HEIC)
 log = logging.getLogger("vitlab")
 
 
@@ -35,8 +36,8 @@ class FileSource(ImageSource):
         return str(self.root / os.fsdecode(self.paths[index]))
 
     def marks(self) -> Keys:
-        words = [os.path.splitext(path)[0] for path in self.paths.tolist()]  # a smaller copy may have another format
-        return text_keys(np.array(words, np.bytes_))
+        root = os.fsencode(self.root.absolute())
+        return text_keys(np.array([mark_name(path, root) for path in self.paths.tolist()], np.bytes_))
 
     def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         name = self.name(index)
@@ -47,6 +48,17 @@ class FileSource(ImageSource):
             return read_file(self.name(index))
         except DecodeError as error:
             raise BrokenImage(self.name(index), error.why, error.fault) from None
+
+
+def mark_name(path: bytes, root: bytes) -> bytes:
+    """The name by which an image is drawn: below the root, wherever that is and however the path is spelled, and
+    without the suffix, since a smaller copy may have another format."""
+    stem, suffix = os.path.splitext(path)
+    name = stem if suffix.lower() in SUFFIXES else path
+    if not name.startswith((b".", b"/")) and b"//" not in name and b"/." not in name:
+        return name  # as nearly all are
+    below = os.path.normpath(os.path.join(root, name)).removeprefix(root.rstrip(b"/") + b"/")
+    return os.path.normpath(name) if below.startswith(b"/") else below
 
 
 def splits(root: Path, *, others: bool = False) -> dict[str, FileSource]:

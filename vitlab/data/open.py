@@ -27,7 +27,7 @@ from vitlab.text import listed
 
 log = logging.getLogger("vitlab")
 
-ARCHIVES = (".zip", ".7z", ".rar", ".gz", ".bz2", ".xz", ".zst")  # what is not read
+ARCHIVES = (".zip", ".7z", ".rar", ".gz", ".bz2", ".tbz2", ".xz", ".txz", ".zst", ".tzst")  # what is not read
 THRESHOLD_SHARE = 0.1  # of a multi-label set's training images, held out to choose thresholds
 
 
@@ -76,14 +76,18 @@ def find_splits(spec: str) -> tuple[Mapping[str, ImageSource], float | None]:
         return builtin.splits(spec), None
     if spec.startswith("imagenet:"):
         return folder.splits(Path(spec.removeprefix("imagenet:")).expanduser(), others=True), None
-    if spec.startswith(shards.PIPE) or name.endswith(".tar"):
+    if spec.startswith(shards.PIPE):
         return shards.splits(spec), None
-    if name.endswith(cifar.SUFFIXES) or (path.is_dir() and cifar.is_cifar(path)):
-        return cifar.splits(path), None
-    if path.is_dir():
+    if path.is_dir():  # whatever its name ends in
+        if cifar.is_cifar(path):
+            return cifar.splits(path), None
         if files := parquet.files_in(path):
             return parquet.splits(files, path), None
         return (shards.splits(f"{path}/*.tar") if next(path.glob("*.tar"), None) else folder.splits(path)), None
+    if name.endswith(".tar"):
+        return shards.splits(spec), None
+    if name.endswith(cifar.SUFFIXES):
+        return cifar.splits(path), None
     if name.endswith(".csv"):
         return csv_file.splits(path), None
     if name.endswith(".parquet"):
@@ -94,6 +98,8 @@ def find_splits(spec: str) -> tuple[Mapping[str, ImageSource], float | None]:
             if path.suffix.lower() in ARCHIVES
             else f"'{spec}' is no data set; name a folder with a folder per class, or a .csv, .parquet or .tar file"
         )
+    if path.suffix.lower() in ARCHIVES:  # no name of a set on the hub
+        raise UserError(f"there is no file '{spec}'")
     if hub.is_id(spec):
         return hub.splits(spec), None
     names = ", ".join(["digits", *builtin.SETS])
@@ -176,21 +182,23 @@ def subset_indices(source: ImageSource, seed: int, subset: float | None, per_cla
     """The indices of a stratified subset, ascending; None where all images stay."""
     if subset is not None and per_class is not None:
         raise UserError("give subset or per_class, not both")
-    hashed = keys(seed, SUBSET, source.marks())
+    quota: Callable[[int], int]
     if subset is not None:
         if not 0 < subset <= 1:
             raise UserError(f"subset must be above 0 and at most 1, not {subset}")
-        return pick_per_class(strata(source), lambda count: max(1, round(count * subset)), hashed)
-    if per_class is None:
+        labels, quota = strata(source), lambda count: max(1, round(count * subset))
+    elif per_class is not None:
+        if per_class < 1:
+            raise UserError(f"per_class must be at least 1, not {per_class}")
+        if source.label_sets is not None:
+            raise UserError("per_class counts images of one label each, and this set is multi-label; use subset")
+        short = int((np.bincount(source.labels) < per_class).sum())
+        if short:
+            log.warning("%d classes have fewer than %d training images; all of them are used", short, per_class)
+        labels, quota = source.labels, lambda count: min(per_class, count)
+    else:
         return None
-    if per_class < 1:
-        raise UserError(f"per_class must be at least 1, not {per_class}")
-    if source.label_sets is not None:
-        raise UserError("per_class counts images of one label each, and this set is multi-label; use subset")
-    short = int((np.bincount(source.labels) < per_class).sum())
-    if short:
-        log.warning("%d classes have fewer than %d training images; all of them are used", short, per_class)
-    return pick_per_class(source.labels, lambda count: min(per_class, count), hashed)
+    return pick_per_class(labels, quota, keys(seed, SUBSET, source.marks()))
 
 
 def pick_per_class(labels: Ints, quota: Callable[[int], int], hashed: Keys) -> Ints:

@@ -66,12 +66,12 @@ def read_review(path: Path) -> list[Finding]:
 
 def read_lines(path: Path) -> Iterator[tuple[int, Finding]]:
     """The findings of a review with their line numbers."""
-    lines = read_cells(path)
+    known = {field.name for field in fields(Finding)}
+    lines = read_cells(path, known)
     columns = [cell.strip().lower() for cell in next(lines, (0, []))[1]]
     missing = next((name for name in ("path", "decision") if name not in columns), None)
     if missing is not None:
         raise UserError(f"the first line of '{path}' names no column {missing}; it should be that of a {NAME}")
-    known = {field.name for field in fields(Finding)}
     for line, cells in lines:
         row = {name: unprotect(cell) for name, cell in zip(columns, cells, strict=False) if name in known}
         if row.get("path"):

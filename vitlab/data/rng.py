@@ -39,9 +39,11 @@ def text_keys(words: NDArray[np.bytes_]) -> Keys:
     """A key for each word, (n,), whatever other words there are."""
     width = -(-max(1, words.itemsize) // 8)
     parts = np.asarray(words, f"S{8 * width}").view("<u8").reshape(len(words), width)
+    length = -(-np.char.str_len(words) // 8)  # a long word among them adds empty parts to the others
     key: Keys = np.zeros(len(words), np.uint64)
-    for i, part in enumerate(parts.T):  # a long word among them adds empty parts to the others
-        key = np.where(parts[:, i:].any(1), splitmix64(splitmix64(key + GAMMA) + part), key)
+    for i in range(width):
+        own = np.flatnonzero(length > i)
+        key[own] = splitmix64(splitmix64(key[own] + GAMMA) + parts[own, i])
     return key
 
 

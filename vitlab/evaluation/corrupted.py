@@ -1,7 +1,9 @@
 """Images under a corruption: framed as for the model first, then corrupted, whatever size the files have."""
 
+import hashlib
 from dataclasses import dataclass
 
+import numpy as np
 from PIL import Image
 
 from vitlab.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
@@ -22,6 +24,12 @@ class Corrupting:
 
     def __str__(self) -> str:
         return f"{self.name} {self.severity}"
+
+    def fingerprint(self) -> str:
+        """A digest of what becomes of a picture, so that values kept under another definition are not taken for its."""
+        picture = (np.arange(64 * 64 * 3).reshape(64, 64, 3) * 37 % 251).astype(np.uint8)
+        changed = corrupt(Image.fromarray(picture), self.name, self.severity, 0, self.seed)
+        return hashlib.sha256(changed.tobytes()).hexdigest()
 
 
 class Corrupted(ImageSource):

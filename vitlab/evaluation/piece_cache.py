@@ -52,7 +52,7 @@ def model_key(
     precision = "bf16" if half else "full"
     about: list[object] = [what, precision if scales is None else scales.digest]
     about += [] if resize is None else [resize]
-    about += [] if corruption is None else [to_json(corruption)]
+    about += [] if corruption is None else [to_json(corruption), corruption.fingerprint()]
     if what == "features":
         return hashlib.sha256(json.dumps([feature_key(model), *about]).encode()).hexdigest()[:12]
     about += [to_json(model.config), to_json(model.card.preprocess)]

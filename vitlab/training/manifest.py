@@ -22,7 +22,7 @@ from vitlab.data.rng import Ints
 from vitlab.data.shards import PIPE, ShardSource
 from vitlab.data.source import ArraySource, Data, ImageSource, Subset
 from vitlab.errors import UserError
-from vitlab.files import atomic_file, cache_folder, sha256
+from vitlab.files import atomic_file, sha256
 from vitlab.terminal import warn
 from vitlab.text import brief
 from vitlab.training.checkpoint import disk_errors
@@ -86,7 +86,7 @@ def entries(source: ImageSource, indices: Ints, hashed: bool) -> Iterator[Entry]
 
 def file_entries(source: FileSource, indices: Ints, hashed: bool) -> Iterator[Entry]:
     """Entries of image files, looked at by several threads."""
-    root = str(source.root if source.root != Path("/") else cache_folder().absolute())  # the latter: built-in sets
+    root = str(source.root)
 
     def look(some: Ints) -> list[Entry]:
         paths = [source.name(index) for index in some.tolist()]
