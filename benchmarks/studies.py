@@ -25,9 +25,9 @@ from vitlab.data.sharing import shared_sets
 from vitlab.errors import Stopped
 from vitlab.signals import stoppable
 from vitlab.studies.catalog import find_study
-from vitlab.studies.place import ABOUT, ERROR, RESULT, Place
+from vitlab.studies.place import ABOUT, ERROR, RESULT, SETS, Place
 from vitlab.studies.request import make_request
-from vitlab.studies.run import POLL, Worker, all_rows, check_jobs, choose_rows, end_with_parent, is_timed
+from vitlab.studies.run import POLL, Worker, all_rows, check_jobs, choose_rows, data_names, end_with_parent, is_timed
 from vitlab.studies.study import JOBS, Job, in_order
 from vitlab.studies.table import Table
 
@@ -70,14 +70,17 @@ class Plan:
 
     def open(self) -> None:
         """Begin or continue every study with all its seeds, check its data, and forget what has to be done again."""
-        seeds = {stage.split(":")[0]: 0 for stage in self.stages}
+        seeds: dict[str, int] = {}
+        left: dict[str, list[Job]] = {}
         for stage in self.stages:
             worker, wanted = self.stage(stage)
-            check_jobs([job for job in wanted if worker.place.result(job) is None])
-            seeds[worker.study.name] = max(seeds[worker.study.name], worker.request.seeds)
+            name = worker.study.name
+            seeds[name] = max(seeds.get(name, 0), worker.request.seeds)
+            left.setdefault(name, []).extend(job for job in wanted if worker.place.result(job) is None)
+        digests = check_jobs([job for jobs in left.values() for job in jobs])  # of each set once
         for name, count in seeds.items():
             worker, _ = self.stage(f"{name}:{count}")
-            worker.place.open(worker.study, worker.request)
+            worker.place.open(worker.study, worker.request, {each: digests[each] for each in data_names(left[name])})
         for stage in self.stages:
             worker, wanted = self.stage(stage)
             worker.place.renew(wanted)
@@ -130,8 +133,8 @@ class Plan:
         """Write studies.tgz; return how many jobs of each study are done."""
         part, done = self.out / "studies.part", Counter[str]()
         with tarfile.open(part, "w:gz") as archive:
-            for path in [*self.out.glob(f"*/{ABOUT}"), *self.out.glob(f"*/{JOBS}/*/*")]:
-                if path.name == ABOUT or path.name.endswith(KEPT):
+            for path in [*self.out.glob(f"*/{ABOUT}"), *self.out.glob(f"*/{SETS}"), *self.out.glob(f"*/{JOBS}/*/*")]:
+                if path.name in (ABOUT, SETS) or path.name.endswith(KEPT):
                     archive.add(path, name := path.relative_to(self.out))
                     done[name.parts[0]] += path.name == RESULT
         part.replace(self.out / "studies.tgz")

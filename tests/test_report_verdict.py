@@ -113,6 +113,10 @@ def test_the_weakest_class_is_the_one_with_evidence_and_not_the_one_with_one_ima
     assert step.gain == pytest.approx((40 * 80 / 81 - 22) / 121)
     assert f"{100 * step.gain:.1f} points" in step.why
     assert facts(even(4, 9, 1)).weakest is None
+    for others in ([0, 0], [0, 0, 0]):  # where test images of one class are left
+        alone = facts([[1, 3, *others[2:]], *[others] * (len(others) - 1)])
+        assert alone.weakest is None
+        assert judge(alone, Commands()).headline
 
 
 def test_two_classes_have_no_pair_without_a_weak_one() -> None:

@@ -112,6 +112,9 @@ def test_of_two_values_of_one_setting_the_last_is_used_and_the_other_named(caplo
     assert not caplog.messages
     assert parse_settings(["lr=0.1", "lr=0.2"], keys()) == {"lr": 0.2}
     assert caplog.messages == ["lr is given twice: 0.2 is used, not 0.1"]
+    caplog.clear()
+    assert parse_settings(["lr=0.1", "lr=0.2", "lr=0.3", "lr=0.1"], keys()) == {"lr": 0.1}
+    assert caplog.messages == ["lr is given 4 times: 0.1 is used, not 0.2 or 0.3"]
 
 
 def test_tables_show_type_default_and_help() -> None:

@@ -244,16 +244,26 @@ def from_json(kind: type[T], data: Mapping[str, Any]) -> T:
 def parse_settings(pairs: Iterable[str], known: Mapping[str, Any]) -> dict[str, Any]:
     """`["dropout=0.1", "image_size=384"]` as typed values, by the annotations in `known`."""
     settings: dict[str, Any] = {}
-    given: dict[str, str] = {}
-    for pair in pairs:
+    for pair in last_of(pairs):
         key, equals, text = pair.partition("=")
         if not equals:
             raise UserError(f"'{pair}' is not a setting; write key=value, such as dropout=0.1")
         check_key(key, known)
-        if given.setdefault(key, text) != text:  # as a script does that appends what differs
-            log.warning("%s is given twice: %s is used, not %s", key, text, given[key])
         settings[key] = check_value(parse_value(text, known[key], key), known[key], key)
     return settings
+
+
+def last_of(pairs: Iterable[str]) -> list[str]:
+    """The last pair of each key, as of a script that appends what differs, with a warning of the values it replaces."""
+    given: dict[str, list[str]] = {}
+    for pair in pairs:
+        given.setdefault(pair.partition("=")[0], []).append(pair)
+    for key, every in given.items():
+        used, *others = dict.fromkeys(pair.partition("=")[2] for pair in reversed(every))
+        if others:
+            times = "twice" if len(every) == 2 else f"{len(every)} times"
+            log.warning("%s is given %s: %s is used, not %s", key, times, used, listed(reversed(others)))
+    return [every[-1] for every in given.values()]
 
 
 def to_pairs(settings: Mapping[str, Any]) -> list[str]:

@@ -383,7 +383,7 @@ def test_a_model_without_names_asks_for_them(
 
 def test_the_share_that_a_run_held_out(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command reads the run's recipe, so that it tests on no image that the run was trained on."""
-    from vitlab.cli.evaluate import find_holdout
+    from vitlab.cli.evaluate import find_holdout, full_name
     from vitlab.models.config import Preprocess
     from vitlab.models.names import configure
     from vitlab.settings import to_json as as_json
@@ -405,6 +405,8 @@ def test_the_share_that_a_run_held_out(run: Path, tmp_path: Path, monkeypatch: p
     for other in ("others", "imagenet:photos", "run", "run/photos"):
         assert find_holdout(str(folder), other) == (0.2, False)
     assert find_holdout(str(run), "photos") == (0.2, False)
+    (tmp_path / "digits").mkdir()
+    assert full_name("digits") != full_name("./digits") == full_name(f"{tmp_path}/digits")  # a folder of that name
 
 
 @pytest.mark.parametrize("split", ["all", "test"])

@@ -25,6 +25,7 @@ from test_transfer import make_set
 
 import vitlab
 from vitlab.cli import main
+from vitlab.data.folder import is_drawn
 from vitlab.errors import Stopped, UserError
 from vitlab.evaluation.features import FeatureSet
 from vitlab.evaluation.fewshot import few_shot
@@ -88,6 +89,7 @@ def test_a_study_leaves_a_table_a_figure_and_a_page(finished: tuple[Path, Reques
     assert {"table.csv", "table.md", "figure.png", "figure.svg", "study.html", "study.json"} <= {
         p.name for p in out.iterdir()
     }
+    assert is_drawn(str(out))  # so that a set with the folder in it has no such class
     assert [line.seeds for line in table.lines] == [2, 2]
     page = (out / "study.html").read_text()
     assert "proves nothing" in page
@@ -152,10 +154,10 @@ def test_other_settings_need_another_folder(finished: tuple[Path, Request, Table
 def test_seeds_can_be_added(tmp_path: Path) -> None:
     place = Place(tmp_path / "new")
     for seeds in (1, 3, 3):
-        place.open(SMALL, make_request(SMALL, [f"seeds={seeds}"]))
+        place.open(SMALL, make_request(SMALL, [f"seeds={seeds}"]), {})
         assert json.loads((tmp_path / "new/study.json").read_text())["seeds"] == seeds
     with pytest.raises(UserError, match="was begun with seeds 3, not 2"):
-        place.open(SMALL, make_request(SMALL, ["seeds=2"]))
+        place.open(SMALL, make_request(SMALL, ["seeds=2"]), {})
 
 
 @pytest.mark.slow
@@ -399,9 +401,14 @@ def test_what_another_process_finished_has_not_failed(tmp_path: Path) -> None:
 def test_a_spread_is_shown_with_the_digits_that_mean_something(tmp_path: Path) -> None:
     """Two digits of it, and as many places of the mean; none of what all seeds have but for rounding."""
     measured = {"ms": (0.0062, 0.0081, 0.0058), "pixels": (58.01, 58.6, 59.4), "flops": (0.72, 0.72 + 2e-16, 0.72)}
-    measured |= {"images/s": (8101.0, 8478.0, 8350.0), "share": (0.1234, 0.1234, 0.1234), "wide": (0.001, -12.0, 12.0)}
+    measured |= {
+        "fine": (5.0, 5.00012, 5.00024),
+        "images/s": (8101.0, 8478.0, 8350.0),
+        "share": (0.1234, 0.1234, 0.1234),
+        "wide": (0.001, -12.0, 12.0),
+    }
     wanted = {"ms": "0.0067 ± 0.0012", "pixels": "58.67 ± 0.70", "flops": "0.72", "images/s": "8,310 ± 192"}
-    wanted |= {"share": "12.34 ± 0.00", "wide": "0 ± 12"}
+    wanted |= {"fine": "5.00012 ± 0.00012", "share": "12.34 ± 0.00", "wide": "0 ± 12"}
 
     def rows(ask: Request, seed: int) -> Iterator[Row]:
         job = Measure(f"job-{seed}", (), lambda runs, folder: {key: found[seed] for key, found in measured.items()}, ())
@@ -415,7 +422,7 @@ def test_a_spread_is_shown_with_the_digits_that_mean_something(tmp_path: Path) -
 
 
 def test_results_on_other_images_do_not_come_together(tmp_path: Path) -> None:
-    """Unless there are none yet; a set that has moved is the same."""
+    """Unless there are none yet; and what is refused leaves the study as it was."""
     photos, out = tmp_path / "photos", tmp_path / "out"
 
     def go_on(data: Path, seeds: int, *only: str) -> Table:
@@ -426,7 +433,10 @@ def test_results_on_other_images_do_not_come_together(tmp_path: Path) -> None:
     go_on(photos, 1, "dropout-0")
     Image.new("RGB", (9, 9)).save(photos / "train" / "class 0" / "new.png")
     with pytest.raises(UserError, match=r"the images of .*photos have changed since the study in .* began; put"):
-        go_on(photos, 1)
+        go_on(photos, 2)
+    (photos / "train" / "class 0" / "new.png").rename(tmp_path / "new.png")
+    assert go_on(photos, 1).done
+    (tmp_path / "new.png").rename(photos / "train" / "class 0" / "new.png")
     shutil.rmtree(out / "jobs")
     assert go_on(photos, 1, "dropout-0").done
 

@@ -1,10 +1,12 @@
 """VTAB: labels by hand, lists, and the real study on two small tasks made of colored shapes."""
 
+import io
 import json
 import os
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -261,7 +263,6 @@ class Interrupting(Console):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_result_is_not_shown_for_other_images(weights: str, root: Path, tmp_path: Path) -> None:
     other, out = tmp_path / "other", tmp_path / "out"
     shutil.copytree(root, other)
@@ -273,10 +274,15 @@ def test_a_result_is_not_shown_for_other_images(weights: str, root: Path, tmp_pa
     lists.write_text("\n".join([f"{path} {1 - int(label)}", *rest]) + "\n")
     with pytest.raises(UserError, match=f"the data of {TWO[0].name} has changed since its result"):
         run_vtab(weights, other, out, TWO[:1], steps=1, settings=SMALL, console=QUIET)
-    kept = run_vtab(weights, other, out, TWO[:1], steps=1, settings=SMALL, accept=True, console=QUIET)
-    assert kept.results == done.results
+    options: dict[str, Any] = {"steps": 1, "settings": SMALL, "console": QUIET}
+    run_vtab(weights, other, out, TWO[:1], accept=True, **options)
+    kept = run_vtab(weights, other, out, TWO[:1], **options).results[TWO[0].name]  # as accepted
+    assert replace(kept, data="") == replace(done.results[TWO[0].name], data="")
+    shutil.rmtree(other / TWO[0].name / "images")  # the lists alone are left
+    assert run_vtab(weights, other, out, TWO[:1], **options).results[TWO[0].name] == kept
 
 
+@pytest.mark.slow
 def test_a_stopped_study_resumes(weights: str, root: Path, tmp_path: Path) -> None:
     study(weights, root, tmp_path / "once", steps=12, keep=True)
     with pytest.raises(Stopped, match=r"kitti: stopped at step \d+ of 12.*the same command resumes"):
@@ -319,6 +325,27 @@ def test_tuning_takes_the_best_on_the_images_set_aside(weights: str, root: Path,
     assert result.lr == 0.1
     assert json.loads((tmp_path / "out" / "patch_camelyon" / "recipe.json").read_text())["recipe"]["lr"] == 0.1
     assert not (tmp_path / "out" / "patch_camelyon" / "lr-0.1").exists()
+
+
+@pytest.mark.slow
+def test_learning_rates_are_not_compared_across_changed_images(weights: str, root: Path, tmp_path: Path) -> None:
+    other, out, output = tmp_path / "other", tmp_path / "out", io.StringIO()
+    shutil.copytree(root, other)
+    options: dict[str, Any] = {"steps": 2, "settings": SMALL, "rates": (0.01, 0.1)}
+    run_vtab(weights, other, out, TWO[:1], console=QUIET, **options)
+    (out / "results.json").unlink()  # as if it had been stopped before
+    scores = json.loads((out / TWO[0].name / "tuning.json").read_text())["trials"]
+    assert set(scores) == {"0.01", "0.1"}
+    run_vtab(weights, other, out, TWO[:1], console=Console(file=output, width=200), **options)
+    assert "tried again" not in output.getvalue()
+    lists = other / TWO[0].name / "val200.txt"
+    first, *rest = lists.read_text().splitlines()
+    path, label = first.rsplit(" ", 1)
+    lists.write_text("\n".join([f"{path} {1 - int(label)}", *rest]) + "\n")
+    (out / "results.json").unlink()
+    run_vtab(weights, other, out, TWO[:1], console=Console(file=output, width=200), accept=True, **options)
+    assert f"{TWO[0].name}: its images have changed, so all learning rates are tried again" in output.getvalue()
+    assert output.getvalue().count("images set aside") == 2
 
 
 def test_tuning_trains_on_the_eight_hundred(root: Path) -> None:

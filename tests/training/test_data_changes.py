@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_runs import records, skip_report, train_small
+from rich.console import Console
+from small_runs import SMALL, records, skip_report, train_small
 from test_received import photos
 from test_resume import killed_at
 from timing import assert_below, seconds
@@ -20,6 +21,9 @@ from vitlab.data.open import open_data
 from vitlab.data.source import Data
 from vitlab.errors import UserError
 from vitlab.training import manifest
+from vitlab.training.loop import train
+from vitlab.training.recipe import change
+from vitlab.training.seen import is_seen, unseen
 
 Command = Callable[..., tuple[int, str, str]]
 SETTINGS: dict[str, Any] = {"steps": 8, "batch": 4, "micro": 4, "warmup": 0, "checkpoint_every": 2}
@@ -99,6 +103,58 @@ def test_an_accepted_change_is_the_new_manifest(cut: Path, command: Command, mon
     assert "'validation/class0/new.png' is new" in printed.replace("\n", " ")
     assert records(cut / "run")[-1]["step"] == 8
     resume(cut)
+
+
+def test_what_was_learned_from_before_a_change_is_no_test_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the run goes on a second time, and after a second change."""
+    root, run = photos(tmp_path / "photos", 20), tmp_path / "run"
+    recipe = change(SMALL, data=str(root), **SETTINGS)
+    with killed_at(4, monkeypatch):
+        train_small(run, data=str(root), **SETTINGS)
+    learned = {name: counts for name, counts in listed(run).items() if name[0] != "test"}
+    for file in sorted(root.rglob("*.png")):  # so many that others are held out
+        for i in range(3):
+            shutil.copy(file, file.with_name(f"new{i}-{file.name}"))
+    test = open_data(str(root)).test
+    tested = {str(Path(test.name(i)).relative_to(root)) for i in range(len(test))}
+    mixed = tested & {name for _, name in learned}
+    assert mixed
+    assert not is_seen(run, test).all()
+    with pytest.raises(UserError, match="is new"):
+        train_small(run, resume=True, data=str(root), **SETTINGS)
+    with killed_at(6, monkeypatch):
+        train(recipe, run, resume=True, accept_data_changes=True, console=Console(quiet=True))
+    assert {name for split, name in listed(run) if split == "past"} == mixed
+    shutil.copy(root / "class0/0.png", root / "class0/last.png")
+    done = train(recipe, run, resume=True, accept_data_changes=True, console=Console(quiet=True))
+    left = {str(Path(done.data.test.name(i)).relative_to(root)) for i in range(len(done.data.test))}
+    assert left == tested - mixed
+    assert f"without {len(mixed)} image" in done.data.note
+    assert unseen(run, open_data(str(root))).note.endswith("that the run has learned from")
+
+
+def listed(run: Path) -> dict[tuple[str, str], str]:
+    """Sizes by (split, name) in the run's list."""
+    found = {}
+    for line in gzip.decompress((run / "data.txt.gz").read_bytes()).decode().splitlines():
+        name, size, *_ = line.split("\t")
+        split, _, rest = name.partition("/")
+        found[split, rest] = size
+    return found
+
+
+def test_photos_that_changed_sides_are_called_that(cut: Path) -> None:
+    for split in ("train", "test"):
+        file = cut / f"photos/{split}/class0/0.png"
+        file.rename(file.with_name(f"{split}.png"))
+    shutil.rmtree(cut / "run")
+    resume(cut, begin=True)
+    for split, other in (("train", "test"), ("test", "train")):
+        (cut / f"photos/{split}/class0/{split}.png").rename(cut / f"photos/{other}/class0/{split}.png")
+    with pytest.raises(UserError, match="2 images of it changed sides, 'test/class0/test"):
+        resume(cut)
 
 
 def test_ten_are_named_and_the_rest_counted(cut: Path) -> None:

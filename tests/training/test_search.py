@@ -44,6 +44,8 @@ def test_numbers_with_several_values_are_a_grid() -> None:
     assert list(trials) == ["lr=0.003 depth=1", "lr=0.003 depth=2", "lr=0.01 depth=1", "lr=0.01 depth=2"]
     assert trials["lr=0.01 depth=2"] == change(TINY, lr=0.01, depth=2)
     assert split_pairs(["lr=0.1"]) == (["lr=0.1"], {}, None)
+    assert split_pairs(["lr=0.1,0.2", "seeds=3", "lr=0.1", "seeds=2"]) == (["lr=0.1"], {}, 2)  # the last of each
+    assert split_pairs(["lr=0.3", "lr=0.1,0.2"]) == ([], {"lr": (0.1, 0.2)}, None)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +164,21 @@ def test_results_of_other_images_or_weights_do_not_come_together(tmp_path: Path)
     (out / "search.json").write_text(json.dumps(json.loads((out / "search.json").read_text()) | {"runs": {}}))
     shutil.rmtree(out / "seed-5")
     assert sorted(go_on(1).runs) == [5]
+    for gone in (photos, weights):  # a finished one is shown all the same
+        shutil.rmtree(gone)
+    assert sorted(go_on(1).runs) == [5]
+
+
+def test_trials_on_from_a_run_are_not_tested_on_what_it_should_not_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A part of its training images is held out to choose on, so that is no reason for a warning."""
+    make_photos(tmp_path / "photos")
+    recipe = change(TINY, data=str(tmp_path / "photos"), batch=4, micro=4, steps=2, warmup=0)
+    train(recipe, tmp_path / "run", console=QUIET)
+    on = change(recipe, weights=str(tmp_path / "run"), model_settings={})
+    run_search(Plan(on, {"lr": (0.01, 0.1)}, 1), tmp_path / "search", console=QUIET)
+    assert "has learned from" not in capsys.readouterr().err
 
 
 def test_the_command_refuses_what_it_cannot_search(tmp_path: Path, command: Command) -> None:

@@ -113,3 +113,13 @@ def test_evaluate_report_and_training_on_a_folder_that_has_grown(
     plan = make_plan(str(root), str(run), [], 0.2)
     assert plan is not None
     assert any(line in warning for warning in plan.warnings)
+
+
+def test_a_damaged_list_is_said_and_stops_nothing(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(made / "run", tmp_path / "run")
+    (tmp_path / "run" / "data.txt.gz").write_bytes(b"none")
+    data = open_data(str(made / "photos"))
+    assert unseen(tmp_path / "run", data) is data
+    assert "so it is not known which images the run has learned from" in capsys.readouterr().err.replace("\n", " ")

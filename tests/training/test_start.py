@@ -142,5 +142,14 @@ def test_a_named_model_must_be_that_of_the_weights(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=words):
             check_named_model(change(recipe, model=model))
+    vitlab.save(vitlab.create("Ti/16", depth=2, image_size=32, classes=3), tmp_path / "two")
+    shallow = change(recipe, depth=2, weights=str(tmp_path / "two"))
+    check_named_model(shallow)
+    for other, words in (
+        (change(shallow, depth=3), "two is no Ti/16: it has depth=2, not 3"),
+        (change(shallow, mlp=96), "mlp=768, not 96"),
+    ):
+        with pytest.raises(UserError, match=words):
+            check_named_model(other)
     with pytest.raises(UserError, match="stages"):
         check_named_model(change(recipe, model="R101x1", weights=str(tmp_path / "resnet")))

@@ -158,6 +158,10 @@ def find_holdout(run: str, data: str) -> tuple[float, bool]:
 
 def full_name(data: str) -> str:
     """The name of a data set in one spelling, however its path is written: photos/, ./photos, ~/photos."""
+    from vitlab.training.trust import BUILT_IN
+
+    if data in BUILT_IN:  # and a folder of that name is another set
+        return data
     kind, colon, path = data.rstrip("/").rpartition(":")  # as in imagenet:photos
     place = os.path.expanduser(path)
     return kind + colon + (os.path.realpath(place) if os.path.exists(os.path.dirname(place) or place) else path)

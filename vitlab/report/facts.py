@@ -183,7 +183,7 @@ class Facts:
             if 0 < n < images
         ]
         chance, k = min(chances, default=(1.0, -1))
-        return k if chance * len(chances) < RARE else None
+        return k if chances and chance * len(chances) < RARE else None
 
     def share_of_others(self, k: int) -> float:
         """The share of the other classes' images that is found."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vitlab.errors import UserError
-from vitlab.files import file_lock, read_json, remove, write_errors, write_text
+from vitlab.files import file_lock, mark_pictures, read_json, remove, write_text
 from vitlab.settings import check_value
 from vitlab.studies.request import Request, slug
 from vitlab.studies.study import JOBS, Job, Outcome, Study, Train, job_folder
@@ -53,30 +53,26 @@ class Place:
 
     out: Path
 
-    def open(self, study: Study, request: Request) -> None:
-        """Begin a study here, or continue it, also with more seeds; raises UserError where the folder has another."""
-        path, wanted = self.out / ABOUT, describe(study, request)
-        with write_errors(self.out):
-            self.out.mkdir(parents=True, exist_ok=True)
+    def open(self, study: Study, request: Request, sets: Mapping[str, str]) -> None:
+        """Begin a study here, or continue it, also with more seeds; `sets` are the digests of its data sets by name.
+
+        Raises UserError where the folder has another study, or results on other images of a set.
+        """
+        mark_pictures(self.out)
         with file_lock(str(self.out / ".open")):
-            stored = read_json(path) if path.exists() else {}
+            about, images = self.out / ABOUT, self.out / SETS
+            stored, wanted = read_json(about) if about.exists() else {}, describe(study, request)
             if stored:
                 check_same(self.out, stored, wanted)
-            if stored != wanted:
-                write_text(path, json.dumps(wanted, indent=1) + "\n")
-
-    def check_sets(self, sets: Mapping[str, str]) -> None:
-        """Note the digests of data sets; UserError for a set whose images are others than those of finished jobs."""
-        path = self.out / SETS
-        with file_lock(str(self.out / ".open")):
             begun = next(self.out.glob(f"{JOBS}/*/{RESULT}"), None) is not None
-            stored = read_json(path) if begun and path.exists() else {}
-            changed = next((name for name, digest in sets.items() if stored.get(name, digest) != digest), None)
+            known = read_json(images) if begun and images.exists() else {}
+            changed = next((name for name, digest in sets.items() if known.get(name, digest) != digest), None)
             if changed is not None:
                 fix = "put them back, or use another --out"
                 raise UserError(f"the images of {changed} have changed since the study in {self.out} began; {fix}")
-            if stored != {**stored, **sets}:
-                write_text(path, json.dumps({**stored, **sets}, indent=1) + "\n")
+            for path, before, now in ((about, stored, wanted), (images, known, {**known, **sets})):
+                if before != now:
+                    write_text(path, json.dumps(now, indent=1) + "\n")
 
     # ---- jobs
 

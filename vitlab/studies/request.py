@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from vitlab.device import pick_device, pick_workers
 from vitlab.errors import UserError
 from vitlab.models.config import RATES
-from vitlab.settings import Range, annotations, check_types, parse_settings, to_pairs
+from vitlab.settings import Range, annotations, check_types, last_of, parse_settings, to_pairs
 from vitlab.studies.study import FewShot, Number, Study, Train
 from vitlab.training.recipe import LENGTHS, keys, model_keys
 from vitlab.training.recipes import find
@@ -179,7 +179,7 @@ def merge(*groups: Iterable[str]) -> tuple[str, ...]:
 
 def make_request(study: Study, pairs: Iterable[str] = (), *, quick: bool = False) -> Request:
     """What a user asks of a study; raises UserError for unknown keys, wrong values and what the study itself sets."""
-    pairs, known = list(pairs), annotations(StudySettings) | keys()
+    pairs, known = last_of(pairs), annotations(StudySettings) | keys()
     own: dict[str, Any] = {}
     others: list[str] = []
     for pair in pairs:

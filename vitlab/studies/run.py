@@ -14,7 +14,6 @@ from rich.console import Console
 
 from vitlab.data.open import open_data
 from vitlab.data.sharing import shared_sets
-from vitlab.data.source import Data
 from vitlab.device import free_device
 from vitlab.errors import Stopped, UserError
 from vitlab.files import file_lock, write_text
@@ -195,9 +194,7 @@ def run_study(
     wanted = in_order(job for seed in chosen for row in seed for job in row.jobs)
     for run in (row.trained for row in rows[0] if row.trained is not None):
         run_flops(run.settings())  # the table has all rows, so settings that one cannot have are an error now
-    sets = check_jobs([job for job in wanted if place.result(job) is None])
-    place.open(study, request)
-    place.check_sets({name: digest(data) for name, data in sets.items()})
+    place.open(study, request, check_jobs([job for job in wanted if place.result(job) is None]))
     place.renew(wanted)
     place.clean(wanted)
     worker = Worker(study, request, place, rows, console or Console(), quiet=jobs > 1)
@@ -213,21 +210,25 @@ def run_study(
     return table, {name: why for name, why in worker.failed.items() if name in names_left}
 
 
-def check_jobs(jobs: Sequence[Job]) -> dict[str, Data]:
-    """The data that jobs use, by name; UserError, before the first job, for settings that none of them can start with
-    and for missing data."""
+def check_jobs(jobs: Sequence[Job]) -> dict[str, str]:
+    """The digests of the data that jobs use, by name; UserError, before the first job, for settings that none of them
+    can start with and for missing data."""
     training_flops(jobs)
-    sets = [job.settings().data for job in jobs if isinstance(job, Train)]
-    sets += [job.data for job in jobs if isinstance(job, FewShot)]
     found = {}
-    for name in dict.fromkeys(sets):
+    for name in data_names(jobs):
         data = open_data(name)
         if data.is_multi_label:
             raise UserError(
                 f"{name} has images of several labels, and studies measure accuracy; name a set of single ones"
             )
-        found[name] = data
+        found[name] = digest(data)
     return found
+
+
+def data_names(jobs: Sequence[Job]) -> list[str]:
+    """The data sets that jobs train and test on."""
+    names = [job.settings().data for job in jobs if isinstance(job, Train)]
+    return list(dict.fromkeys([*names, *(job.data for job in jobs if isinstance(job, FewShot))]))
 
 
 def training_flops(jobs: Sequence[Job]) -> float:

@@ -161,13 +161,8 @@ def shown(value: float | None, unit: str, std: float | None = None) -> str:
         return f"{100 * value:.2f}" + ("" if std is None else f" ± {100 * std:.2f}")
     if std is None or std <= ROUNDING * abs(value):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    places = max(0, min(decimals(std, 2), decimals(max(abs(value), std), 4)))
+    places = max(0, 1 - math.floor(math.log10(std)))  # two digits of it
     return f"{value:,.{places}f} ± {std:,.{places}f}"
-
-
-def decimals(value: float, digits: int) -> int:
-    """Places after the point that show so many digits of a number."""
-    return digits - 1 - math.floor(math.log10(value))
 
 
 def cell(line: Line, key: str) -> str:

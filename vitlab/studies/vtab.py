@@ -120,18 +120,21 @@ class Study:
     def tune(self, task: Task) -> Scores:
         """Train every learning rate on the 800 images and return its accuracy on the 200, by rate as text."""
         data = open_task(self.root, task, tuning=True)
-        notes = self.out / task.name / "tuning.json"
-        trials: Scores = json.loads(notes.read_text()) if notes.is_file() else {}
+        notes, images = self.out / task.name / "tuning.json", digest(data)
+        found = json.loads(notes.read_text()) if notes.is_file() else {}
+        trials: Scores = found["trials"] if found.get("data") == images else {}
+        if found and not trials:
+            self.print(f"{task.name}: its images have changed, so all learning rates are tried again")
         keys = {f"{lr:g}": lr for lr in self.rates}
 
         def run(key: str, folder: Path) -> float:
             return self.train(task, data, keys[key], folder)[0]["accuracy"]
 
         def note() -> None:
-            write_text(notes, json.dumps(trials) + "\n")
+            write_text(notes, json.dumps({"data": images, "trials": trials}) + "\n")
             key, score = list(trials.items())[-1]
-            found = "diverged" if score is None else f"{score:.2%} of {len(data.test)} images set aside"
-            self.print(f"{task.name}: learning rate {key}: {found}")
+            shown = "diverged" if score is None else f"{score:.2%} of {len(data.test)} images set aside"
+            self.print(f"{task.name}: learning rate {key}: {shown}")
 
         try_each({key: notes.parent / f"lr-{key}" for key in keys}, trials, run, note)
         return {key: trials[key] for key in keys}
@@ -191,15 +194,23 @@ class Study:
             raise UserError(f"the results in {path} were made with {other}; use another --out")
         self.results = done
 
-    def check_data(self, tasks: Iterable[Task]) -> None:
-        """Raise UserError where the images of a finished task, if they are still there, are others by now."""
+    def check_data(self, tasks: Iterable[Task], *, accept: bool) -> None:
+        """Raise UserError where the images of a finished task, if they are still there, are others by now; with
+        `accept`, its result stands for these from now on."""
         for task in tasks:
             result = self.results.get(task.name)
-            if result is None or not result.data or missing_lists(self.root, task, tuning=False):
+            if result is None or not result.data:
                 continue
-            if result.data != digest(open_task(self.root, task)):
+            try:
+                now = digest(open_task(self.root, task))
+            except UserError:  # the images are gone, and the result is not
+                continue
+            if result.data != now and not accept:
                 fix = "use another --out, or keep the result with --accept-data-changes"
                 raise UserError(f"the data of {task.name} has changed since its result in {self.out}; {fix}")
+            if result.data != now:
+                self.results[task.name] = dataclasses.replace(result, data=now)
+                self.write()
 
 
 def means(results: dict[str, Result]) -> dict[str, dict[str, float | int]]:
@@ -239,8 +250,7 @@ def run_vtab(
     key = model_key(model, "features", half=False)
     study = Study(out, root, recipe, settings, rates, key, keep, console or Console())
     study.resume()
-    if not accept:
-        study.check_data(tasks)
+    study.check_data(tasks, accept=accept)
     absent = {task: missing_lists(root, task, tuning=bool(rates)) for task in tasks if task.name not in study.results}
     for task, lists in absent.items():
         if lists:

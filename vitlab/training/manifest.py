@@ -2,7 +2,8 @@
 
 data.txt.gz in the run's folder has a line per image of every split: its name below the set's own folder, its size in
 bytes, its label and, with hash_data=true, the start of its content's sha256. Names are relative, so a set that moved
-is the same set. A million images are some ten megabytes and take seconds.
+is the same set. A million images are some ten megabytes and take seconds. Where changed data was accepted, lines that
+begin with past/ are images that the run has learned from before and that its training images no longer are.
 """
 
 import gzip
@@ -24,7 +25,7 @@ from vitlab.data.source import ArraySource, Data, ImageSource, Subset
 from vitlab.errors import UserError
 from vitlab.files import atomic_file, sha256
 from vitlab.terminal import warn
-from vitlab.text import brief
+from vitlab.text import brief, counted
 from vitlab.training.checkpoint import disk_errors
 
 NAME = "data.txt.gz"
@@ -32,6 +33,8 @@ SHOWN = 10  # changes named one by one
 THREADS = 16  # that look at files: over a network each file takes time
 CHUNK = 1_000
 DIGITS = 32  # of a sha256, enough that no two contents share them
+LEARNED = ("train/", "validation/")  # the splits that a run learns from: the latter chooses the best checkpoint
+PAST = "past/"
 SPARE = 64 << 20  # bytes that a stored manifest may be longer than ours; more is a decompression bomb
 
 Entry = tuple[str, int, str]  # name, bytes, sha256 or ""
@@ -149,10 +152,26 @@ def find_changes(out: Path, text: str) -> list[str] | None:
     if not (out / NAME).exists():
         return None
     try:
-        before = read_manifest(out, len(text.encode()) * 4)
+        before = without_past(read_manifest(out, len(text.encode()) * 4))
     except UserError as error:
         return [str(error)]
     return [] if before == text else list(describe_changes(parse(before), parse(text))) or ["the order of the images"]
+
+
+def without_past(text: str) -> str:
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(PAST))
+
+
+def past_lines(before: str, text: str) -> str:
+    """Lines for the images that the manifest `before` has as learned from, and `text` has not."""
+    now = {line.removeprefix(split) for line in parse(text) for split in LEARNED if line.startswith(split)}
+    learned = {
+        (line.removeprefix(split), size)
+        for line, (size, *_) in parse(before).items()
+        for split in (*LEARNED, PAST)
+        if line.startswith(split)
+    }
+    return "".join(f"{PAST}{name}\t{size}\t\t\n" for name, size in sorted(learned) if name not in now)
 
 
 def parse(text: str) -> dict[str, list[str]]:
@@ -162,7 +181,12 @@ def parse(text: str) -> dict[str, list[str]]:
 
 
 def describe_changes(before: dict[str, list[str]], now: dict[str, list[str]]) -> Iterator[str]:
-    for name in before.keys() - now.keys():
+    gone, new = before.keys() - now.keys(), now.keys() - before.keys()
+    if gone and sorted(map(without_split, gone)) == sorted(map(without_split, new)):
+        sides = f"{counted(len(gone), 'image')} of it changed sides, {min(gone)[:200]!r} for one"
+        yield f"{sides}, as where photos were moved, or where an earlier version of vitlab held out others"
+        return
+    for name in gone:
         yield f"{name[:200]!r} is gone"
     for name, (size, label, digest) in now.items():
         if name not in before:
@@ -177,6 +201,10 @@ def describe_changes(before: dict[str, list[str]], now: dict[str, list[str]]) ->
             yield f"{name!r} has other content"
 
 
+def without_split(name: str) -> str:
+    return name.partition("/")[2]
+
+
 def check_data(out: Path, data: Data, *, hashed: bool, accept: bool) -> None:
     """Raise UserError if the data differs from the manifest of the run in `out`; with `accept`, warn and update it."""
     text = list_images(data, hashed)
@@ -187,5 +215,7 @@ def check_data(out: Path, data: Data, *, hashed: bool, accept: bool) -> None:
             fix = "put it back, or continue all the same with --accept-data-changes"
             raise UserError(f"the data of the run in {out} has changed: {some}; {fix}")
         warn(f"continuing with changed data: {some}")
+    if changes:
+        text += past_lines(read_manifest(out, len(text.encode()) * 4), text)
     if changes is None or changes:
         write_manifest(out, text)

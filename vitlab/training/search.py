@@ -27,7 +27,7 @@ from vitlab.data.source import Data
 from vitlab.device import free_device
 from vitlab.errors import UserError
 from vitlab.files import read_json, write_text
-from vitlab.settings import Range, check_types, from_json, is_number, parse_settings, to_json
+from vitlab.settings import Range, check_types, from_json, is_number, last_of, parse_settings, to_json
 from vitlab.training.lock import run_lock
 from vitlab.training.loop import TrainResult, train
 from vitlab.training.manifest import check_data, list_images, write_manifest
@@ -76,7 +76,7 @@ def split_pairs(pairs: Iterable[str]) -> tuple[list[str], dict[str, tuple[float,
     grid: dict[str, tuple[float, ...]] = {}
     seeds = None
     known = keys()
-    for pair in pairs:
+    for pair in last_of(pairs):
         key, _, text = pair.partition("=")
         if key == "seeds":
             seeds = Repeats(**parse_settings([pair], {"seeds": int})).seeds
@@ -178,6 +178,11 @@ class Search:
         return list(range(first, first + self.plan.seeds))
 
     @property
+    def is_done(self) -> bool:
+        trials = self.plan.trials if self.plan.grid else {}
+        return {*trials} <= {*self.scores} and {*self.seeds} <= {*self.runs}
+
+    @property
     def best(self) -> str:
         """The settings that were chosen; empty where nothing is to be chosen, or not yet."""
         done = all(name in self.scores for name in self.plan.trials)
@@ -215,9 +220,10 @@ class Search:
 
     def check_inputs(self) -> None:
         """Note the images and the weights that all runs have in common; UserError where others are finished already."""
-        recipe = self.plan.recipe
+        recipe, begun = self.plan.recipe, bool(self.scores or self.runs)
+        if begun and self.is_done:
+            return  # and is shown, whatever has become of the images and the weights
         base = "" if recipe.weights is None else name_base(recipe.weights, rank=0).sha256
-        begun = bool(self.scores or self.runs)
         if begun and self.base and base != self.base:
             fix = "put them back, or use a new --out"
             raise UserError(f"the weights {recipe.weights} are not those that {self.out} was begun with; {fix}")

@@ -13,19 +13,23 @@ from numpy.typing import NDArray
 from vitlab.data.parquet import ParquetSource
 from vitlab.data.source import Data, ImageSource, Subset
 from vitlab.errors import UserError
+from vitlab.terminal import warn
 from vitlab.text import counted
-from vitlab.training.manifest import NAME, containers, entries, escape_name, parse, read_manifest
+from vitlab.training.manifest import LEARNED, NAME, PAST, containers, entries, escape_name, parse, read_manifest
 
 LINE = 1_000  # bytes of an image in the list of the same set, at most
-LEARNED = ("train/", "validation/")  # validation images choose the best checkpoint
 
 
 def is_seen(run: Path, source: ImageSource) -> NDArray[np.bool_]:
     """Whether a run was trained or validated on each image, (n,), by the names and sizes in its list."""
-    stored = read_manifest(run, LINE * len(source)) if (run / NAME).is_file() else ""
+    try:
+        stored = read_manifest(run, LINE * len(source)) if (run / NAME).is_file() else ""
+    except UserError as error:
+        warn(f"{error}, so it is not known which images the run has learned from")
+        stored = ""
     known = set()
     for line, (size, *_) in parse(stored).items():
-        split = next((split for split in LEARNED if line.startswith(split)), None)
+        split = next((split for split in (*LEARNED, PAST) if line.startswith(split)), None)
         known |= set() if split is None else {(line.removeprefix(split), size)}
     files = {(escape_name(name), f"{size}") for name, size in containers(source)}
     if isinstance(base(source), ParquetSource) and not files <= known:  # rows are numbers, which any file has

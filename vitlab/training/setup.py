@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from vitlab.training.lora import check_rank
 from vitlab.training.objectives import start_at_frequency, start_sigmoid
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, difference, is_settled, override, resolve_length, settle
-from vitlab.training.seen import seen_warnings
+from vitlab.training.seen import seen_warnings, unseen
 from vitlab.training.stages import is_staged
 from vitlab.training.start import choose_head, describe_training, make_provenance
 from vitlab.training.teacher import check_same_teacher, image_bytes, open_teacher
@@ -162,14 +163,16 @@ def prepare_run(
     cluster.barrier()  # all have read before the first process writes
     if stored is not None and not resume:
         raise UserError(f"{out} holds a run already; continue it with --resume, or choose another --out")
-    data = open_recipe_data(recipe) if data is None else hold_out_validation(data, recipe.validation)
+    given = data is not None
+    data = hold_out_validation(data, recipe.validation) if data is not None else open_recipe_data(recipe)
     check_names(data.classes)  # before the work of days
     if data.is_multi_label and recipe.objective == "softmax":
         raise UserError(f"{data.name} is multi-label, and softmax chooses one class of all; set objective=sigmoid")
     if data.is_multi_label and recipe.balance != "none":
         raise UserError(f"{data.name} is multi-label, and balance={recipe.balance} needs one label per image; leave it")
     if stored is not None:
-        cluster.agree(lambda: check_data(stored, out, data, hashed=recipe.hash_data, accept=accept))
+        cluster.agree(partial(check_data, stored, out, data, hashed=recipe.hash_data, accept=accept))
+        data = unseen(out, data)  # where it has changed
     if stored is not None and stored.recipe.minutes == recipe.minutes and not is_settled(recipe):
         recipe = settle(recipe, stored.recipe.steps) if stored.recipe.steps else recipe
     recipe = resolve_length(recipe, len(data.train), len(data.validation or data.test), cluster.world)
@@ -189,7 +192,7 @@ def prepare_run(
             return RunSetup(out, recipe, data, *about, found, None, teacher=teacher)
     adapter = new_adapter(recipe, out)
     model, preprocess = initial_model(recipe, data, start)
-    if recipe.weights is not None and start is None and cluster.first:
+    if recipe.weights is not None and start is None and not given and cluster.first:  # given ones are not for the test
         for line in seen_warnings(recipe.weights, data):
             warn(line)
     check_rank(model.config, recipe.lora)  # before the folder is made

@@ -42,8 +42,9 @@ def check_named_model(recipe: Recipe) -> None:
     """Raise UserError where a model that the user named is not that of the weights, which decide what is trained."""
     if recipe.weights is None:
         return
-    found, named = load(recipe.weights).config, configure(recipe.model, {})
     shape = ("depth", "width", "heads", "mlp", "patch", "stages")
+    given = {key: value for key, value in recipe.model_settings.items() if key in shape}
+    found, named = load(recipe.weights).config, configure(recipe.model, given)
     if type(found) is not type(named):
         raise UserError(f"{recipe.weights} is no {recipe.model}; leave model, or start without weights")
     for key in shape:
