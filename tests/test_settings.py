@@ -115,6 +115,8 @@ def test_of_two_values_of_one_setting_the_last_is_used_and_the_other_named(caplo
     caplog.clear()
     assert parse_settings(["lr=0.1", "lr=0.2", "lr=0.3", "lr=0.1"], keys()) == {"lr": 0.1}
     assert caplog.messages == ["lr is given 4 times: 0.1 is used, not 0.2 or 0.3"]
+    with pytest.raises(UserError, match="'lr' is not a setting"):
+        parse_settings(["lr", "lr=0.1"], keys())
 
 
 def test_tables_show_type_default_and_help() -> None:

@@ -145,7 +145,7 @@ def mark_pictures(folder: Path) -> None:
     if folder.is_dir():
         return
     with write_errors(folder):
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)  # another process may have been quicker
         write_text(folder / DRAWN, "vitlab drew these pictures: this folder is no class of photos\n")
 
 

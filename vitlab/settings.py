@@ -255,10 +255,10 @@ def parse_settings(pairs: Iterable[str], known: Mapping[str, Any]) -> dict[str, 
 
 def last_of(pairs: Iterable[str]) -> list[str]:
     """The last pair of each key, as of a script that appends what differs, with a warning of the values it replaces."""
-    given: dict[str, list[str]] = {}
+    given: dict[tuple[str, str], list[str]] = {}
     for pair in pairs:
-        given.setdefault(pair.partition("=")[0], []).append(pair)
-    for key, every in given.items():
+        given.setdefault(pair.partition("=")[:2], []).append(pair)
+    for (key, _), every in given.items():
         used, *others = dict.fromkeys(pair.partition("=")[2] for pair in reversed(every))
         if others:
             times = "twice" if len(every) == 2 else f"{len(every)} times"

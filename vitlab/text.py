@@ -36,4 +36,5 @@ def duration(seconds: float) -> str:
 
 def flops_unit(flops: float) -> tuple[str, float]:
     """The unit in which a number of operations is short to read, and its size: exaFLOPs, 1e18."""
-    return next(((name, size) for name, size in UNITS.items() if flops >= size), ("gigaFLOPs", UNITS["gigaFLOPs"]))
+    fits = ((name, size) for name, size in UNITS.items() if flops >= 0.9995 * size)  # which is 1.00 of it
+    return next(fits, ("gigaFLOPs", UNITS["gigaFLOPs"]))

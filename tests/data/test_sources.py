@@ -290,8 +290,18 @@ def test_held_out_photos_follow_from_names_however_they_are_given(tmp_path: Path
     for start in ("photos/", "./photos/", "photos/../photos//", f"{root}/", f"{tmp_path}/photos/./"):
         rows = [f"{start}{f.parent.name}/{f.name},{f.parent.name}" for f in files]
         (tmp_path / "list.csv").write_text("\n".join(["file,label", *rows]))
-        found.append({os.path.normpath(n) for n in names(open_data(str(tmp_path / "list.csv")).test)})
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(tmp_path)
+        specs = (f"{tmp_path}/list.csv", f"{tmp_path}/photos/../list.csv", f"{tmp_path}/link/list.csv")
+        found += [{os.path.realpath(n) for n in names(open_data(spec).test)} for spec in specs]
     assert all(each == found[0] for each in found)
+    outside = tmp_path / "lists"
+    outside.mkdir()
+    for start in ("../photos/", f"{root}/", f"{tmp_path}/link/photos/"):
+        rows = [f"{start}{f.parent.name}/{f.name},{f.parent.name}" for f in files]
+        (outside / "list.csv").write_text("\n".join(["file,label", *rows]))
+        found.append({os.path.realpath(n) for n in names(open_data(str(outside / "list.csv")).test)})
+    assert found[-1] == found[-2] == found[-3]
     for file in files:
         file.rename(file.with_suffix(".JPG"))
     assert {(Path(n).parent.name, Path(n).stem) for n in names(open_data(str(root)).test)} == held

@@ -145,6 +145,24 @@ def listed(run: Path) -> dict[tuple[str, str], str]:
     return found
 
 
+def test_a_damaged_list_is_replaced_if_changes_are_accepted(cut: Path) -> None:
+    (cut / "run" / "data.txt.gz").write_bytes(b"none")
+    with pytest.raises(UserError, match=r"cannot be read .* --accept-data-changes"):
+        resume(cut)
+    recipe = change(SMALL, data=str(cut / "photos"), **SETTINGS)
+    train(recipe, cut / "run", resume=True, accept_data_changes=True, console=Console(quiet=True))
+    assert len(listed(cut / "run")) == 36
+
+
+def test_other_changes_are_named_beside_changed_sides() -> None:
+    before = "train/a\t1\t0\t\ntrain/b\t1\t0\t\ntest/c\t1\t0\t\ntrain/d\t1\t1\t\n"
+    now = "test/a\t2\t0\t\ntrain/b\t1\t1\t\ntrain/c\t1\t0\t\ntrain/d\t1\t1\t\n"
+    sides, *others = manifest.find_changes(before, now)
+    assert sides.startswith("2 images of it changed sides, 'test/c' for one")
+    assert others == ["'test/a' has 2 bytes, not 1", "'train/b' has the label 1, not 0"]
+    assert manifest.find_changes(before + "past/z\t1\t\t\n", before) == []
+
+
 def test_photos_that_changed_sides_are_called_that(cut: Path) -> None:
     for split in ("train", "test"):
         file = cut / f"photos/{split}/class0/0.png"
@@ -214,9 +232,8 @@ def test_shards_are_listed_by_key_and_length(tmp_path: Path) -> None:
         return manifest.list_images(open_data(str(tmp_path / "train-0.tar")), hashed=False)
 
     before = shard(b"")
-    manifest.write_manifest(tmp_path, before)
-    assert manifest.find_changes(tmp_path, before) == []
-    changes = manifest.find_changes(tmp_path, shard(b"x")) or []
+    assert manifest.find_changes(before, before) == []
+    changes = manifest.find_changes(before, shard(b"x"))
     assert any("train-0.tar: 3' has " in change for change in changes)
 
 
@@ -240,7 +257,7 @@ def test_many_images_stay_practical(tmp_path: Path) -> None:
     def attempt() -> None:
         text = manifest.list_images(Data("many", source, source), hashed=False)
         manifest.write_manifest(tmp_path, text)
-        assert manifest.find_changes(tmp_path, text) == []
+        assert manifest.find_changes(manifest.read_manifest(tmp_path, len(text)), text) == []
 
     assert_below(20, lambda: seconds(attempt))
     assert (tmp_path / manifest.NAME).stat().st_size < 20 * 200_000

@@ -164,6 +164,11 @@ def test_results_of_other_images_or_weights_do_not_come_together(tmp_path: Path)
     (out / "search.json").write_text(json.dumps(json.loads((out / "search.json").read_text()) | {"runs": {}}))
     shutil.rmtree(out / "seed-5")
     assert sorted(go_on(1).runs) == [5]
+    (photos / "class1" / "new.png").rename(tmp_path / "new.png")
+    with pytest.raises(UserError, match="has changed"):  # a finished search as well, which others show beside the data
+        go_on(1)
+    (tmp_path / "new.png").rename(photos / "class1" / "new.png")
+    assert sorted(go_on(1).runs) == [5]
     for gone in (photos, weights):  # a finished one is shown all the same
         shutil.rmtree(gone)
     assert sorted(go_on(1).runs) == [5]

@@ -78,8 +78,8 @@ def print_table(table: "StudyTable") -> None:
     from vitlab.studies.table import cells
 
     heads, rows = cells(table)
-    first, last = 1 + len(table.abouts), heads.index("images")  # what describes a row and its length is in the files
-    columns = [0, *range(first, last), heads.index("seeds")]
+    measured = range(1 + len(table.abouts), heads.index(table.counts[0]))  # the rest is in the files
+    columns = [0, *measured, heads.index("seeds")]
     shown = Table(heads[0], *numbers(*(heads[i] for i in columns[1:])), box=None, pad_edge=False)
     for row in rows:
         shown.add_row(*(row[i] for i in columns))

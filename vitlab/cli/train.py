@@ -55,12 +55,12 @@ def train(
         elif (out / SEARCH).exists():
             raise UserError(f"{out} holds a search; repeat its command with --resume, or choose another --out")
         elif recipe is None:  # the recipe is stored in the folder
-            stored = recipe_to_resume(out, pairs) if resume else None
+            stored = recipe_to_resume(out, plain) if resume else None
             if stored is None:
                 raise UserError("name a recipe, as in `vitlab train digits`; `vitlab recipes` lists them")
             train_and_report(stored, out, resume, accept)
         else:
-            train_and_report(named_recipe(recipe, pairs, resume), out, resume, accept)
+            train_and_report(named_recipe(recipe, plain, resume), out, resume, accept)
 
 
 def named_recipe(name: str, pairs: list[str], resume: bool) -> "Recipe":

@@ -9,7 +9,7 @@ from vitlab.errors import UserError
 from vitlab.text import brief
 
 DELIMITERS = (",", ";", "\t")  # spreadsheets write the second one where numbers have a decimal comma
-HINT = re.compile(r'"?sep=(.)"?')  # a first line by which a spreadsheet notes its delimiter
+HINT = re.compile(r'"?sep=([,;|\t])"?\1*', re.IGNORECASE)  # a first line by which a spreadsheet notes its delimiter
 
 
 def read_cells(path: Path, columns: Collection[str]) -> Iterator[tuple[int, list[str]]]:

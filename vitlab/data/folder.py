@@ -14,7 +14,7 @@ from vitlab.data.decoder import HEIC_FIX, DecodeError, DecodeHint
 from vitlab.data.images import EXTENSIONS, HEIC, BrokenImage, decode, read_file
 from vitlab.data.label_sets import Truth
 from vitlab.data.labels import sort_classes
-from vitlab.data.rng import Keys, text_keys
+from vitlab.data.rng import Ints, Keys, text_keys
 from vitlab.data.source import ImageSource
 from vitlab.data.split_names import SPLIT_NAMES
 from vitlab.errors import UserError
@@ -36,8 +36,13 @@ class FileSource(ImageSource):
         return str(self.root / os.fsdecode(self.paths[index]))
 
     def marks(self) -> Keys:
-        root = os.fsencode(self.root.absolute())
-        return text_keys(np.array([mark_name(path, root) for path in self.paths.tolist()], np.bytes_))
+        """By the files' names without suffixes: a smaller copy may have another format."""
+        return text_keys(np.array([plain_stem(path) for path in self.below(np.arange(len(self)))], np.bytes_))
+
+    def below(self, indices: Ints) -> list[bytes]:
+        """The files' names below the root, wherever that is, and however it and they are spelled."""
+        root = os.fsencode(os.path.abspath(self.root))
+        return [below_root(path, root) for path in self.paths[indices].tolist()]
 
     def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         name = self.name(index)
@@ -50,15 +55,31 @@ class FileSource(ImageSource):
             raise BrokenImage(self.name(index), error.why, error.fault) from None
 
 
-def mark_name(path: bytes, root: bytes) -> bytes:
-    """The name by which an image is drawn: below the root, wherever that is and however the path is spelled, and
-    without the suffix, since a smaller copy may have another format."""
-    stem, suffix = os.path.splitext(path)
-    name = stem if suffix.lower() in SUFFIXES else path
-    if not name.startswith((b".", b"/")) and b"//" not in name and b"/." not in name:
-        return name  # as nearly all are
-    below = os.path.normpath(os.path.join(root, name)).removeprefix(root.rstrip(b"/") + b"/")
-    return os.path.normpath(name) if below.startswith(b"/") else below
+def plain_stem(name: bytes) -> bytes:
+    stem, suffix = os.path.splitext(name)
+    return stem if suffix.lower() in SUFFIXES else name
+
+
+def below_root(path: bytes, root: bytes) -> bytes:
+    """A path as it is below an absolute folder; with .. where it is elsewhere."""
+    if not path.startswith((b".", b"/")) and b"//" not in path and b"/." not in path:
+        return path  # as nearly all are
+    full = os.path.normpath(os.path.join(root, path))
+    for place, folder in ((full, root), (real_path(full), real_folder(root))):
+        if place.startswith(folder.rstrip(b"/") + b"/"):
+            return place[len(folder.rstrip(b"/")) + 1 :]
+    return os.path.relpath(real_path(full), real_folder(root))
+
+
+def real_path(path: bytes) -> bytes:
+    """A file's path through no links to folders."""
+    folder, name = os.path.split(path)
+    return os.path.join(real_folder(folder), name)
+
+
+@functools.lru_cache(10_000)  # many files have one folder
+def real_folder(folder: bytes) -> bytes:
+    return os.path.realpath(folder)
 
 
 def splits(root: Path, *, others: bool = False) -> dict[str, FileSource]:

@@ -57,6 +57,7 @@ from vitlab.training.loop import Stage, train
 from vitlab.training.parallel import Cluster, process_group
 from vitlab.training.recipe import Recipe, difference, resolve_length
 from vitlab.training.recorder import Diverged
+from vitlab.training.seen import unseen
 from vitlab.training.setup import RECIPE, check_data, prepare_run, read_run
 from vitlab.training.stages import Stages, read_stages, write_stages
 from vitlab.training.trust import quote
@@ -325,7 +326,8 @@ class StagedRun:
 
     def finish(self, stages: Stages) -> Finetuned:
         """The report on the test images, by the first process."""
-        keep, stages, known = self.features(tuned=stages.kept), replace(stages, finished=True), self.known(stages)
+        keep, stages = self.features(tuned=stages.kept), replace(stages, finished=True)
+        known = unseen(self.out, self.known(stages))
         try:
             self.review_test(known, keep)
         except (UserError, OSError) as error:

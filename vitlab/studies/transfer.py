@@ -27,7 +27,7 @@ from vitlab.evaluation.piece_cache import model_key
 from vitlab.evaluation.result import csv_text
 from vitlab.files import read_json, write_text
 from vitlab.models.variants import Model
-from vitlab.settings import parse_settings
+from vitlab.settings import last_of, parse_settings
 from vitlab.studies.vtab import means, run_vtab
 from vitlab.studies.vtab_tasks import TASKS
 from vitlab.text import listed
@@ -291,6 +291,7 @@ def run_transfer(
     `settings` are `key=value` for all targets: `seeds=`, the learning rates to choose from (`lr=0.003,0.01`), and any
     other of a recipe. Results in `out` of images that have changed since are refused, unless with `accept`.
     """
+    settings = tuple(last_of(settings))
     for pair in settings:
         if (key := pair.partition("=")[0]) in FIXED:
             how = "steps= sets the length" if key in LENGTHS else "the paper's table and --data set it"

@@ -25,7 +25,7 @@ from vitlab.evaluation.scores import Rate, rate
 from vitlab.files import write_text
 from vitlab.models.variants import Model
 from vitlab.settings import from_json, to_json
-from vitlab.studies.vtab_tasks import BOTH, GROUPS, SIZES, TASKS, Task, missing_lists, open_task
+from vitlab.studies.vtab_tasks import BOTH, GROUPS, SIZES, TASKS, GoneError, Task, missing_lists, open_task
 from vitlab.text import duration
 from vitlab.training.auto import higher, machine, run_seconds
 from vitlab.training.loop import train
@@ -123,8 +123,11 @@ class Study:
         notes, images = self.out / task.name / "tuning.json", digest(data)
         found = json.loads(notes.read_text()) if notes.is_file() else {}
         trials: Scores = found["trials"] if found.get("data") == images else {}
-        if found and not trials:
-            self.print(f"{task.name}: its images have changed, so all learning rates are tried again")
+        if found.get("data") != images:
+            if found:
+                self.print(f"{task.name}: its images have changed, so all learning rates are tried again")
+            shutil.rmtree(notes.parent, ignore_errors=True)  # with what trials and the run have learned from others
+            write_text(notes, json.dumps({"data": images, "trials": {}}) + "\n")
         keys = {f"{lr:g}": lr for lr in self.rates}
 
         def run(key: str, folder: Path) -> float:
@@ -199,11 +202,11 @@ class Study:
         `accept`, its result stands for these from now on."""
         for task in tasks:
             result = self.results.get(task.name)
-            if result is None or not result.data:
+            if result is None or not result.data or missing_lists(self.root, task):
                 continue
             try:
                 now = digest(open_task(self.root, task))
-            except UserError:  # the images are gone, and the result is not
+            except GoneError:  # and the result is not
                 continue
             if result.data != now and not accept:
                 fix = "use another --out, or keep the result with --accept-data-changes"

@@ -85,6 +85,10 @@ def choose(words: str) -> tuple[Task, ...]:
 # ---- lists
 
 
+class GoneError(UserError):
+    """Images that a list names are not there."""
+
+
 def missing_lists(root: Path, task: Task, *, tuning: bool = False) -> list[str]:
     """Return the names of the lists that a task lacks."""
     names = [TEST, *([TRAIN, VALIDATION] if tuning or not (root / task.name / f"{BOTH}.txt").is_file() else [])]
@@ -102,11 +106,11 @@ def open_task(root: Path, task: Task, *, tuning: bool = False) -> Data:
 
 
 def read_lists(folder: Path, task: Task, *names: str) -> FileSource:
-    """Open the images of one or more lists; a missing file is a UserError."""
+    """Open the images of one or more lists; a missing file is a GoneError."""
     pairs = [pair for name in names for pair in read_list(folder / f"{name}.txt", task.classes)]
     gone = [path for path, _ in pairs if not (folder / path).is_file()]
     if gone:
-        raise UserError(
+        raise GoneError(
             f"{len(gone)} of the {len(pairs)} images that {folder / names[0]}.txt lists are not there, such as "
             f"{folder / gone[0]}"
         )

@@ -89,11 +89,10 @@ def entries(source: ImageSource, indices: Ints, hashed: bool) -> Iterator[Entry]
 
 def file_entries(source: FileSource, indices: Ints, hashed: bool) -> Iterator[Entry]:
     """Entries of image files, looked at by several threads."""
-    root = str(source.root)
 
     def look(some: Ints) -> list[Entry]:
-        paths = [source.name(index) for index in some.tolist()]
-        return [(path.removeprefix(root).lstrip("/"), *size_and_digest(path, hashed)) for path in paths]
+        looked = (size_and_digest(source.name(index), hashed) for index in some.tolist())
+        return [(os.fsdecode(name), *found) for name, found in zip(source.below(some), looked, strict=True)]
 
     with ThreadPoolExecutor(THREADS) as pool:
         try:
@@ -147,23 +146,15 @@ def read_manifest(out: Path, most: int) -> str:
         raise UserError(f"{out / NAME} cannot be read ({brief(error)})") from None
 
 
-def find_changes(out: Path, text: str) -> list[str] | None:
-    """How the manifest `text` differs from that of the run in `out`, a line per change; None where it has none."""
-    if not (out / NAME).exists():
-        return None
-    try:
-        before = without_past(read_manifest(out, len(text.encode()) * 4))
-    except UserError as error:
-        return [str(error)]
+def find_changes(before: str, text: str) -> list[str]:
+    """How the manifest `text` differs from the one `before`, a line per change."""
+    if PAST in before:
+        before = "".join(f"{line}\n" for line in before.split("\n") if line and not line.startswith(PAST))
     return [] if before == text else list(describe_changes(parse(before), parse(text))) or ["the order of the images"]
 
 
-def without_past(text: str) -> str:
-    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(PAST))
-
-
 def past_lines(before: str, text: str) -> str:
-    """Lines for the images that the manifest `before` has as learned from, and `text` has not."""
+    """Lines for the files that the manifest `before` has as learned from, and `text` has not."""
     now = {line.removeprefix(split) for line in parse(text) for split in LEARNED if line.startswith(split)}
     learned = {
         (line.removeprefix(split), size)
@@ -171,7 +162,8 @@ def past_lines(before: str, text: str) -> str:
         for split in (*LEARNED, PAST)
         if line.startswith(split)
     }
-    return "".join(f"{PAST}{name}\t{size}\t\t\n" for name, size in sorted(learned) if name not in now)
+    gone = sorted((name, size) for name, size in learned if name not in now and size != "0")  # rows, of another file
+    return "".join(f"{PAST}{name}\t{size}\t\t\n" for name, size in gone)
 
 
 def parse(text: str) -> dict[str, list[str]]:
@@ -182,17 +174,19 @@ def parse(text: str) -> dict[str, list[str]]:
 
 def describe_changes(before: dict[str, list[str]], now: dict[str, list[str]]) -> Iterator[str]:
     gone, new = before.keys() - now.keys(), now.keys() - before.keys()
+    earlier = {name: name for name in before}  # by its name now
     if gone and sorted(map(without_split, gone)) == sorted(map(without_split, new)):
         sides = f"{counted(len(gone), 'image')} of it changed sides, {min(gone)[:200]!r} for one"
         yield f"{sides}, as where photos were moved, or where an earlier version of vitlab held out others"
-        return
+        earlier |= dict(zip(sorted(new, key=without_split), sorted(gone, key=without_split), strict=True))
+        gone = set()
     for name in gone:
         yield f"{name[:200]!r} is gone"
     for name, (size, label, digest) in now.items():
-        if name not in before:
+        if name not in earlier:
             yield f"{name!r} is new"
             continue
-        old_size, old_label, old_digest = before[name]
+        old_size, old_label, old_digest = before[earlier[name]]
         if size != old_size:
             yield f"{name!r} has {size} bytes, not {old_size[:20]}"
         elif label != old_label:
@@ -205,17 +199,26 @@ def without_split(name: str) -> str:
     return name.partition("/")[2]
 
 
-def check_data(out: Path, data: Data, *, hashed: bool, accept: bool) -> None:
-    """Raise UserError if the data differs from the manifest of the run in `out`; with `accept`, warn and update it."""
+def check_data(out: Path, data: Data, *, hashed: bool, accept: bool) -> bool:
+    """Raise UserError if the data differs from the manifest of the run in `out`; with `accept`, warn and update it.
+
+    Returns whether the run has learned from images that its data of now has in no split that it learns from.
+    """
     text = list_images(data, hashed)
-    changes = find_changes(out, text)
+    if not (out / NAME).exists():
+        write_manifest(out, text)
+        return False
+    try:
+        before = read_manifest(out, len(text.encode()) * 4)
+        changes = find_changes(before, text)
+    except UserError as error:
+        before, changes = "", [str(error)]
+    past = past_lines(before, text)
     if changes:
         some = "; ".join(sorted(changes)[:SHOWN]) + (f"; and {len(changes) - SHOWN} more" * (len(changes) > SHOWN))
         if not accept:
             fix = "put it back, or continue all the same with --accept-data-changes"
             raise UserError(f"the data of the run in {out} has changed: {some}; {fix}")
         warn(f"continuing with changed data: {some}")
-    if changes:
-        text += past_lines(read_manifest(out, len(text.encode()) * 4), text)
-    if changes is None or changes:
-        write_manifest(out, text)
+        write_manifest(out, text + past)
+    return bool(past)

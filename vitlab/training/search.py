@@ -221,17 +221,21 @@ class Search:
     def check_inputs(self) -> None:
         """Note the images and the weights that all runs have in common; UserError where others are finished already."""
         recipe, begun = self.plan.recipe, bool(self.scores or self.runs)
-        if begun and self.is_done:
-            return  # and is shown, whatever has become of the images and the weights
-        base = "" if recipe.weights is None else name_base(recipe.weights, rank=0).sha256
+        try:
+            base = "" if recipe.weights is None else name_base(recipe.weights, rank=0).sha256
+            data = open_recipe_data(recipe)
+        except UserError:
+            if begun and self.is_done:
+                return  # the images or the weights are gone, and what came out is not
+            raise
         if begun and self.base and base != self.base:
             fix = "put them back, or use a new --out"
             raise UserError(f"the weights {recipe.weights} are not those that {self.out} was begun with; {fix}")
         self.base = base
         if begun:
-            check_data(self.out, open_recipe_data(recipe), hashed=recipe.hash_data, accept=self.accept)
+            check_data(self.out, data, hashed=recipe.hash_data, accept=self.accept)
         else:
-            write_manifest(self.out, list_images(open_recipe_data(recipe), recipe.hash_data))
+            write_manifest(self.out, list_images(data, recipe.hash_data))
 
     def write(self) -> None:
         if self.cluster.first:
