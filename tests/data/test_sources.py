@@ -302,6 +302,17 @@ def test_held_out_photos_follow_from_names_however_they_are_given(tmp_path: Path
         (outside / "list.csv").write_text("\n".join(["file,label", *rows]))
         found.append({os.path.realpath(n) for n in names(open_data(str(outside / "list.csv")).test)})
     assert found[-1] == found[-2] == found[-3]
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "mine").symlink_to(outside)
+    rows = [f"../photos/{f.parent.name}/{f.name},{f.parent.name}" for f in files]
+    (outside / "list.csv").write_text("\n".join(["file,label", *rows]))
+    test = open_data(str(tmp_path / "home" / "mine" / "list.csv")).test  # .. is that of the list's own place
+    assert {os.path.realpath(n) for n in names(test)} == found[-1]
+    (tmp_path / "photos").rename(tmp_path / "disk")
+    (tmp_path / "photos").symlink_to("disk")  # wherever the photos lie
+    assert {Path(n).name for n in names(open_data(str(outside / "list.csv")).test)} == {Path(n).name for n in found[-1]}
+    (tmp_path / "photos").unlink()
+    (tmp_path / "disk").rename(tmp_path / "photos")
     for file in files:
         file.rename(file.with_suffix(".JPG"))
     assert {(Path(n).parent.name, Path(n).stem) for n in names(open_data(str(root)).test)} == held

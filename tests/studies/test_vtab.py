@@ -278,6 +278,10 @@ def test_a_result_is_not_shown_for_other_images(weights: str, root: Path, tmp_pa
     run_vtab(weights, other, out, TWO[:1], accept=True, **options)
     kept = run_vtab(weights, other, out, TWO[:1], **options).results[TWO[0].name]  # as accepted
     assert replace(kept, data="") == replace(done.results[TWO[0].name], data="")
+    text = lists.read_text()
+    lists.write_text("wrong")  # it cannot be compared, and stops no other task
+    assert run_vtab(weights, other, out, TWO[:1], **options).results[TWO[0].name] == kept
+    lists.write_text(text)
     shutil.rmtree(other / TWO[0].name / "images")  # the lists alone are left
     assert run_vtab(weights, other, out, TWO[:1], **options).results[TWO[0].name] == kept
 
@@ -346,6 +350,26 @@ def test_learning_rates_are_not_compared_across_changed_images(weights: str, roo
     run_vtab(weights, other, out, TWO[:1], console=Console(file=output, width=200), accept=True, **options)
     assert f"{TWO[0].name}: its images have changed, so all learning rates are tried again" in output.getvalue()
     assert output.getvalue().count("images set aside") == 2
+
+
+def test_results_do_not_go_among_the_data(weights: str, root: Path, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(root, tmp_path / "vtab"))
+    with pytest.raises(UserError, match="the results would be written among the data"):
+        run_vtab(weights, place, tmp_path / "runs" / ".." / "vtab", TWO[:1], rates=(0.1,), console=QUIET)
+    assert sorted(p.name for p in place.rglob("*")) == sorted(p.name for p in root.rglob("*"))
+
+
+@pytest.mark.slow
+def test_tuning_leaves_other_files_of_the_folder_alone(weights: str, root: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "out" / TWO[0].name / "notes.txt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("mine")
+    options: dict[str, Any] = {"steps": 2, "settings": SMALL, "rates": (0.01, 0.1), "console": QUIET}
+    run_vtab(weights, root, tmp_path / "out", TWO[:1], **options)
+    (tmp_path / "out" / "results.json").unlink()
+    (kept.parent / "tuning.json").write_text(json.dumps({"data": "others", "trials": {}}))
+    run_vtab(weights, root, tmp_path / "out", TWO[:1], **options)
+    assert kept.read_text() == "mine"
 
 
 def test_tuning_trains_on_the_eight_hundred(root: Path) -> None:

@@ -9,7 +9,7 @@ from vitlab.errors import UserError
 from vitlab.text import brief
 
 DELIMITERS = (",", ";", "\t")  # spreadsheets write the second one where numbers have a decimal comma
-HINT = re.compile(r'"?sep=([,;|\t])"?\1*', re.IGNORECASE)  # a first line by which a spreadsheet notes its delimiter
+HINT = re.compile(r'("?)sep=([,;|\t])\1\2*', re.IGNORECASE)  # a first line by which a spreadsheet notes its delimiter
 
 
 def read_cells(path: Path, columns: Collection[str]) -> Iterator[tuple[int, list[str]]]:
@@ -24,7 +24,7 @@ def read_cells(path: Path, columns: Collection[str]) -> Iterator[tuple[int, list
         with path.open(encoding="utf-8-sig", newline="") as file:
             first = next((line for line in file if line.strip()), "")
             hint = HINT.fullmatch(first.strip("\r\n"))
-            delimiter = hint[1] if hint else max(DELIMITERS, key=lambda d: len(named(first, d) & {*columns}))
+            delimiter = hint[2] if hint else max(DELIMITERS, key=lambda d: len(named(first, d) & {*columns}))
             file.seek(0)
             lines = csv.reader(file, delimiter=delimiter)
             for cells in lines:

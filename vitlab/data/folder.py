@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -41,8 +41,8 @@ class FileSource(ImageSource):
 
     def below(self, indices: Ints) -> list[bytes]:
         """The files' names below the root, wherever that is, and however it and they are spelled."""
-        root = os.fsencode(os.path.abspath(self.root))
-        return [below_root(path, root) for path in self.paths[indices].tolist()]
+        root, real = os.fsencode(os.path.abspath(self.root)), functools.cache(os.path.realpath)
+        return [below_root(path, root, real) for path in self.paths[indices].tolist()]
 
     def image(self, index: int, shrink: DecodeHint | None = None) -> Image.Image:
         name = self.name(index)
@@ -60,26 +60,17 @@ def plain_stem(name: bytes) -> bytes:
     return stem if suffix.lower() in SUFFIXES else name
 
 
-def below_root(path: bytes, root: bytes) -> bytes:
-    """A path as it is below an absolute folder; with .. where it is elsewhere."""
+def below_root(path: bytes, root: bytes, real: Callable[[bytes], bytes]) -> bytes:
+    """A path as it is below an absolute folder; with .. where it is elsewhere. `real` follows links of folders."""
     if not path.startswith((b".", b"/")) and b"//" not in path and b"/." not in path:
         return path  # as nearly all are
-    full = os.path.normpath(os.path.join(root, path))
-    for place, folder in ((full, root), (real_path(full), real_folder(root))):
-        if place.startswith(folder.rstrip(b"/") + b"/"):
-            return place[len(folder.rstrip(b"/")) + 1 :]
-    return os.path.relpath(real_path(full), real_folder(root))
-
-
-def real_path(path: bytes) -> bytes:
-    """A file's path through no links to folders."""
-    folder, name = os.path.split(path)
-    return os.path.join(real_folder(folder), name)
-
-
-@functools.lru_cache(10_000)  # many files have one folder
-def real_folder(folder: bytes) -> bytes:
-    return os.path.realpath(folder)
+    if not os.path.isabs(path):
+        return os.path.normpath(path)
+    full = os.path.normpath(path)
+    if full.startswith(os.path.join(root, b"")):
+        return os.path.relpath(full, root)
+    folder, name = os.path.split(full)
+    return os.path.relpath(os.path.join(real(folder), name), real(root))
 
 
 def splits(root: Path, *, others: bool = False) -> dict[str, FileSource]:

@@ -54,10 +54,11 @@ from vitlab.training.checkpoint import check_own_files
 from vitlab.training.lock import run_lock
 from vitlab.training.log import LOG
 from vitlab.training.loop import Stage, train
+from vitlab.training.manifest import write_manifest
 from vitlab.training.parallel import Cluster, process_group
 from vitlab.training.recipe import Recipe, difference, resolve_length
 from vitlab.training.recorder import Diverged
-from vitlab.training.seen import unseen
+from vitlab.training.seen import seen_since, without_seen
 from vitlab.training.setup import RECIPE, check_data, prepare_run, read_run
 from vitlab.training.stages import Stages, read_stages, write_stages
 from vitlab.training.trust import quote
@@ -173,10 +174,11 @@ class StagedRun:
             stored, data = read_run(out), plan.data
             if stored is None:
                 raise UserError(f"{out / RECIPE} is missing; start again in a new --out")
-            check_data(stored, out, data, hashed=plan.recipe.hash_data, accept=self.accept)
+            images = check_data(stored, out, data, hashed=plan.recipe.hash_data, accept=self.accept)
             recipe = resolve_length(self.recipe(stages), len(data.train), len(data.validation or data.test), 1)
             if (key := difference(recipe, stored.recipe)) is not None:
                 raise UserError(f"the run in {out} has another {key}; continue it with its own settings")
+            write_manifest(out, images)
 
     def first_stage(self, stages: Stages) -> Stages:
         """Features, heads, the model and its report, the review."""
@@ -327,7 +329,8 @@ class StagedRun:
     def finish(self, stages: Stages) -> Finetuned:
         """The report on the test images, by the first process."""
         keep, stages = self.features(tuned=stages.kept), replace(stages, finished=True)
-        known = unseen(self.out, self.known(stages))
+        known = self.known(stages)
+        known = without_seen(known, seen_since(self.out, known))
         try:
             self.review_test(known, keep)
         except (UserError, OSError) as error:

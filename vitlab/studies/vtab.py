@@ -22,7 +22,7 @@ from vitlab.device import free_device, pick_device
 from vitlab.errors import Stopped, UserError
 from vitlab.evaluation.piece_cache import model_key
 from vitlab.evaluation.scores import Rate, rate
-from vitlab.files import write_text
+from vitlab.files import remove, write_text
 from vitlab.models.variants import Model
 from vitlab.settings import from_json, to_json
 from vitlab.studies.vtab_tasks import BOTH, GROUPS, SIZES, TASKS, GoneError, Task, missing_lists, open_task
@@ -33,6 +33,7 @@ from vitlab.training.manifest import digest
 from vitlab.training.recipe import LENGTHS, Recipe, difference, override
 from vitlab.training.recipes import find
 from vitlab.training.search import Scores, best_of, try_each
+from vitlab.training.setup import RECIPE
 from vitlab.weights import load
 
 RESULTS = "results.json"
@@ -123,12 +124,13 @@ class Study:
         notes, images = self.out / task.name / "tuning.json", digest(data)
         found = json.loads(notes.read_text()) if notes.is_file() else {}
         trials: Scores = found["trials"] if found.get("data") == images else {}
+        keys = {f"{lr:g}": lr for lr in self.rates}
         if found.get("data") != images:
             if found:
                 self.print(f"{task.name}: its images have changed, so all learning rates are tried again")
-            shutil.rmtree(notes.parent, ignore_errors=True)  # with what trials and the run have learned from others
+                for run_folder in (notes.parent, *(notes.parent / f"lr-{key}" for key in keys)):
+                    forget_run(run_folder)
             write_text(notes, json.dumps({"data": images, "trials": {}}) + "\n")
-        keys = {f"{lr:g}": lr for lr in self.rates}
 
         def run(key: str, folder: Path) -> float:
             return self.train(task, data, keys[key], folder)[0]["accuracy"]
@@ -208,12 +210,21 @@ class Study:
                 now = digest(open_task(self.root, task))
             except GoneError:  # and the result is not
                 continue
+            except UserError as error:
+                self.print(f"{task.name}: its data could not be compared with that of its result: {error}")
+                continue
             if result.data != now and not accept:
                 fix = "use another --out, or keep the result with --accept-data-changes"
                 raise UserError(f"the data of {task.name} has changed since its result in {self.out}; {fix}")
             if result.data != now:
                 self.results[task.name] = dataclasses.replace(result, data=now)
                 self.write()
+
+
+def forget_run(folder: Path) -> None:
+    """Remove what an unfinished run has learned and what it is, so that another one begins in its folder."""
+    for name in (RECIPE, "checkpoints"):
+        remove(folder / name)
 
 
 def means(results: dict[str, Result]) -> dict[str, dict[str, float | int]]:
@@ -248,6 +259,8 @@ def run_vtab(
     Tasks whose data is missing are printed with its source. `rates` are learning rates to choose from for each task, on
     200 of its 1,000 images. Results of images that have changed since are refused, unless with `accept`.
     """
+    if out.resolve() == root.resolve():
+        raise UserError(f"the results would be written among the data in {root}; name another folder with --out")
     model = load(weights)
     recipe = base_recipe(weights, model, steps, settings)
     key = model_key(model, "features", half=False)

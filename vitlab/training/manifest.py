@@ -133,6 +133,9 @@ def containers(source: ImageSource) -> list[tuple[str, int]]:
 
 
 def write_manifest(out: Path, text: str) -> None:
+    """Write a run's manifest; "" leaves the one that is there."""
+    if not text:
+        return
     with atomic_file(out / NAME, errors=disk_errors) as file:
         file.write(gzip.compress(text.encode(), 1, mtime=0))
 
@@ -199,26 +202,24 @@ def without_split(name: str) -> str:
     return name.partition("/")[2]
 
 
-def check_data(out: Path, data: Data, *, hashed: bool, accept: bool) -> bool:
-    """Raise UserError if the data differs from the manifest of the run in `out`; with `accept`, warn and update it.
+def check_data(out: Path, data: Data, *, hashed: bool, accept: bool) -> str:
+    """Raise UserError if the data differs from the manifest of the run in `out`; with `accept`, warn.
 
-    Returns whether the run has learned from images that its data of now has in no split that it learns from.
+    Returns the manifest to write once nothing else stands against going on; "" where the one that is there stays.
     """
     text = list_images(data, hashed)
     if not (out / NAME).exists():
-        write_manifest(out, text)
-        return False
+        return text
     try:
         before = read_manifest(out, len(text.encode()) * 4)
         changes = find_changes(before, text)
     except UserError as error:
         before, changes = "", [str(error)]
-    past = past_lines(before, text)
-    if changes:
-        some = "; ".join(sorted(changes)[:SHOWN]) + (f"; and {len(changes) - SHOWN} more" * (len(changes) > SHOWN))
-        if not accept:
-            fix = "put it back, or continue all the same with --accept-data-changes"
-            raise UserError(f"the data of the run in {out} has changed: {some}; {fix}")
-        warn(f"continuing with changed data: {some}")
-        write_manifest(out, text + past)
-    return bool(past)
+    if not changes:
+        return ""
+    some = "; ".join(sorted(changes)[:SHOWN]) + (f"; and {len(changes) - SHOWN} more" * (len(changes) > SHOWN))
+    if not accept:
+        fix = "put it back, or continue all the same with --accept-data-changes"
+        raise UserError(f"the data of the run in {out} has changed: {some}; {fix}")
+    warn(f"continuing with changed data: {some}")
+    return text + past_lines(before, text)

@@ -12,6 +12,7 @@ split is used by the final runs alone. What is finished is not repeated, and wha
 import dataclasses
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -221,21 +222,19 @@ class Search:
     def check_inputs(self) -> None:
         """Note the images and the weights that all runs have in common; UserError where others are finished already."""
         recipe, begun = self.plan.recipe, bool(self.scores or self.runs)
-        try:
-            base = "" if recipe.weights is None else name_base(recipe.weights, rank=0).sha256
-            data = open_recipe_data(recipe)
-        except UserError:
-            if begun and self.is_done:
-                return  # the images or the weights are gone, and what came out is not
-            raise
+        done = begun and self.is_done  # and shown, also where the images or the weights are gone
+        base = self.base
+        if recipe.weights is not None and not (done and is_gone(recipe.weights)):
+            base = name_base(recipe.weights, rank=0).sha256
         if begun and self.base and base != self.base:
             fix = "put them back, or use a new --out"
             raise UserError(f"the weights {recipe.weights} are not those that {self.out} was begun with; {fix}")
         self.base = base
-        if begun:
-            check_data(self.out, data, hashed=recipe.hash_data, accept=self.accept)
-        else:
-            write_manifest(self.out, list_images(data, recipe.hash_data))
+        if done and is_gone(recipe.data):
+            return
+        data, hashed = open_recipe_data(recipe), recipe.hash_data
+        kept = check_data(self.out, data, hashed=hashed, accept=self.accept) if begun else list_images(data, hashed)
+        write_manifest(self.out, kept)
 
     def write(self) -> None:
         if self.cluster.first:
@@ -280,6 +279,11 @@ class Search:
 
 def grid_text(grid: Mapping[str, tuple[float, ...]]) -> str:
     return " ".join(f"{key}={','.join(map(str, values))}" for key, values in grid.items())
+
+
+def is_gone(path: str) -> bool:
+    """Whether a path to data or weights leads nowhere; names on the hub and of built-in sets are no paths."""
+    return os.sep in path and not os.path.exists(os.path.expanduser(path.removeprefix("imagenet:")))
 
 
 def run_search(

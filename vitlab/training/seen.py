@@ -51,6 +51,14 @@ def seen_tests(run: Path, data: Data) -> NDArray[np.bool_]:
     return is_seen(run, data.test) if base(data.train) is base(data.test) else np.zeros(len(data.test), np.bool_)
 
 
+def seen_since(run: Path, data: Data) -> NDArray[np.bool_]:
+    """As `seen_tests`, of a run that goes on: false for all unless its data has changed since it began, since a set may
+    name one file twice."""
+    path = run / NAME
+    changed = path.is_file() and f"\n{PAST}" in read_manifest(run, LINE * sum(map(len, data.splits.values())))
+    return seen_tests(run, data) if changed else np.zeros(len(data.test), np.bool_)
+
+
 def unseen(run: Path, data: Data) -> Data:
     """The data without the test images that a run has learned from; UserError where none is left."""
     seen = seen_tests(run, data)

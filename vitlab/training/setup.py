@@ -35,7 +35,7 @@ from vitlab.training.lora import check_rank
 from vitlab.training.objectives import start_at_frequency, start_sigmoid
 from vitlab.training.parallel import Cluster
 from vitlab.training.recipe import Recipe, difference, is_settled, override, resolve_length, settle
-from vitlab.training.seen import seen_tests, seen_warnings, without_seen
+from vitlab.training.seen import seen_since, seen_warnings, without_seen
 from vitlab.training.stages import is_staged
 from vitlab.training.start import choose_head, describe_training, make_provenance
 from vitlab.training.teacher import check_same_teacher, image_bytes, open_teacher
@@ -170,8 +170,9 @@ def prepare_run(
         raise UserError(f"{data.name} is multi-label, and softmax chooses one class of all; set objective=sigmoid")
     if data.is_multi_label and recipe.balance != "none":
         raise UserError(f"{data.name} is multi-label, and balance={recipe.balance} needs one label per image; leave it")
-    check = partial(check_data, stored, out, data, hashed=recipe.hash_data, accept=accept)
-    changed = stored is not None and cluster.agree(check)
+    images = ""  # the list of them, if it is to be written
+    if stored is not None:
+        images = cluster.agree(partial(check_data, stored, out, data, hashed=recipe.hash_data, accept=accept))
     if stored is not None and stored.recipe.minutes == recipe.minutes and not is_settled(recipe):
         recipe = settle(recipe, stored.recipe.steps) if stored.recipe.steps else recipe
     recipe = resolve_length(recipe, len(data.train), len(data.validation or data.test), cluster.world)
@@ -181,9 +182,11 @@ def prepare_run(
         if (key := difference(recipe, stored.recipe)) is not None:
             advice = "continue it with its own settings, or use a new --out"
             raise UserError(f"the run in {out} has another {key}; {advice}")
-        data = without_seen(data, cluster.agree(partial(seen_tests, out, data))) if changed else data
+        cluster.agree(lambda: manifest.write_manifest(out, images))
+        seen = cluster.agree(partial(seen_since, out, data))
         found = checkpoint.find_checkpoint(checkpoint.last_checkpoint(out), lambda meta: check_meta(meta, recipe))
         if found is not None:
+            data = without_seen(data, seen)
             about = (stored.model, stored.preprocess, stored.provenance)
             if stored.adapter is not None:
                 base = resume_base(stored, stored.adapter, out, data, start)
@@ -204,10 +207,9 @@ def prepare_run(
     return setup
 
 
-def check_data(stored: StoredRun | None, out: Path, data: Data, *, hashed: bool, accept: bool) -> bool:
+def check_data(stored: StoredRun, out: Path, data: Data, *, hashed: bool, accept: bool) -> str:
     """Raise UserError unless a run's files are its own and the data has not changed, or changes are accepted; returns
-    whether it has learned from images before that are no training images now."""
-    assert stored is not None
+    the list of images to write then."""
     checkpoint.check_own_files(out)
     if stored.labels != tuple(data.classes):
         counts = f"{len(stored.labels)} classes, and {data.name} has {len(data.classes)}, or other names for them"
