@@ -306,6 +306,9 @@ def test_held_out_photos_follow_from_names_however_they_are_given(tmp_path: Path
     (tmp_path / "home" / "mine").symlink_to(outside)
     rows = [f"../photos/{f.parent.name}/{f.name},{f.parent.name}" for f in files]
     (outside / "list.csv").write_text("\n".join(["file,label", *rows]))
+    (root / "list.csv").write_text("\n".join(["file,label", *rows]))  # out of its own folder and in again
+    assert {(Path(n).parent.name, Path(n).stem) for n in names(open_data(str(root / "list.csv")).test)} == held
+    (root / "list.csv").unlink()
     test = open_data(str(tmp_path / "home" / "mine" / "list.csv")).test  # .. is that of the list's own place
     assert {os.path.realpath(n) for n in names(test)} == found[-1]
     (tmp_path / "photos").rename(tmp_path / "disk")

@@ -65,7 +65,8 @@ def below_root(path: bytes, root: bytes, real: Callable[[bytes], bytes]) -> byte
     if not path.startswith((b".", b"/")) and b"//" not in path and b"/." not in path:
         return path  # as nearly all are
     if not os.path.isabs(path):
-        return os.path.normpath(path)
+        inside = os.path.normpath(os.path.join(real(root), path)).removeprefix(os.path.join(real(root), b""))
+        return os.path.normpath(path) if os.path.isabs(inside) else inside
     full = os.path.normpath(path)
     if full.startswith(os.path.join(root, b"")):
         return os.path.relpath(full, root)

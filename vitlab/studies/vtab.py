@@ -22,7 +22,7 @@ from vitlab.device import free_device, pick_device
 from vitlab.errors import Stopped, UserError
 from vitlab.evaluation.piece_cache import model_key
 from vitlab.evaluation.scores import Rate, rate
-from vitlab.files import remove, write_text
+from vitlab.files import write_text
 from vitlab.models.variants import Model
 from vitlab.settings import from_json, to_json
 from vitlab.studies.vtab_tasks import BOTH, GROUPS, SIZES, TASKS, GoneError, Task, missing_lists, open_task
@@ -33,7 +33,6 @@ from vitlab.training.manifest import digest
 from vitlab.training.recipe import LENGTHS, Recipe, difference, override
 from vitlab.training.recipes import find
 from vitlab.training.search import Scores, best_of, try_each
-from vitlab.training.setup import RECIPE
 from vitlab.weights import load
 
 RESULTS = "results.json"
@@ -125,12 +124,8 @@ class Study:
         found = json.loads(notes.read_text()) if notes.is_file() else {}
         trials: Scores = found["trials"] if found.get("data") == images else {}
         keys = {f"{lr:g}": lr for lr in self.rates}
-        if found.get("data") != images:
-            if found:
-                self.print(f"{task.name}: its images have changed, so all learning rates are tried again")
-                for run_folder in (notes.parent, *(notes.parent / f"lr-{key}" for key in keys)):
-                    forget_run(run_folder)
-            write_text(notes, json.dumps({"data": images, "trials": {}}) + "\n")
+        if found and found.get("data") != images:
+            self.print(f"{task.name}: its images have changed, so all learning rates are tried again")
 
         def run(key: str, folder: Path) -> float:
             return self.train(task, data, keys[key], folder)[0]["accuracy"]
@@ -141,7 +136,8 @@ class Study:
             shown = "diverged" if score is None else f"{score:.2%} of {len(data.test)} images set aside"
             self.print(f"{task.name}: learning rate {key}: {shown}")
 
-        try_each({key: notes.parent / f"lr-{key}" for key in keys}, trials, run, note)
+        folders = {key: notes.parent / f"lr-{key}-{images[:8]}" for key in keys}  # no trial goes on with other images
+        try_each(folders, trials, run, note)
         return {key: trials[key] for key in keys}
 
     def train(self, task: Task, data: Data, lr: float, folder: Path) -> tuple[dict[str, float], float]:
@@ -221,12 +217,6 @@ class Study:
                 self.write()
 
 
-def forget_run(folder: Path) -> None:
-    """Remove what an unfinished run has learned and what it is, so that another one begins in its folder."""
-    for name in (RECIPE, "checkpoints"):
-        remove(folder / name)
-
-
 def means(results: dict[str, Result]) -> dict[str, dict[str, float | int]]:
     """Compute the mean accuracy of each group and of all tasks, over those that are done, with their number."""
     groups = {group: [task for task in TASKS if task.group == group] for group in GROUPS} | {"all": list(TASKS)}
@@ -259,7 +249,7 @@ def run_vtab(
     Tasks whose data is missing are printed with its source. `rates` are learning rates to choose from for each task, on
     200 of its 1,000 images. Results of images that have changed since are refused, unless with `accept`.
     """
-    if out.resolve() == root.resolve():
+    if (found := out.resolve()).is_dir() and root.is_dir() and found.samefile(root):
         raise UserError(f"the results would be written among the data in {root}; name another folder with --out")
     model = load(weights)
     recipe = base_recipe(weights, model, steps, settings)

@@ -12,12 +12,11 @@ split is used by the final runs alone. What is finished is not repeated, and wha
 import dataclasses
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -37,6 +36,8 @@ from vitlab.training.recipe import Recipe, change, difference, keys
 from vitlab.training.recorder import Diverged
 from vitlab.training.setup import RECIPE, open_recipe_data
 from vitlab.weights.lora_base import name_base
+
+T = TypeVar("T")
 
 SEARCH = "search.json"
 NOT_SEARCHED = ("seed", "holdout", "validation")  # with another value of these, scores are of other images
@@ -222,19 +223,27 @@ class Search:
     def check_inputs(self) -> None:
         """Note the images and the weights that all runs have in common; UserError where others are finished already."""
         recipe, begun = self.plan.recipe, bool(self.scores or self.runs)
-        done = begun and self.is_done  # and shown, also where the images or the weights are gone
-        base = self.base
-        if recipe.weights is not None and not (done and is_gone(recipe.weights)):
-            base = name_base(recipe.weights, rank=0).sha256
+        base = self.open(lambda: "" if recipe.weights is None else name_base(recipe.weights, rank=0).sha256) or ""
+        base = base or self.base
         if begun and self.base and base != self.base:
             fix = "put them back, or use a new --out"
             raise UserError(f"the weights {recipe.weights} are not those that {self.out} was begun with; {fix}")
         self.base = base
-        if done and is_gone(recipe.data):
+        if (data := self.open(lambda: open_recipe_data(recipe))) is None:
             return
-        data, hashed = open_recipe_data(recipe), recipe.hash_data
+        hashed = recipe.hash_data
         kept = check_data(self.out, data, hashed=hashed, accept=self.accept) if begun else list_images(data, hashed)
         write_manifest(self.out, kept)
+
+    def open(self, find: Callable[[], T]) -> T | None:
+        """What `find` returns; None, with a note, where it cannot be opened and is not needed, as all is done."""
+        try:
+            return find()
+        except UserError as error:
+            if not self.is_done:
+                raise
+            self.print(f"finished already, and not compared with what is there now: {error}")
+            return None
 
     def write(self) -> None:
         if self.cluster.first:
@@ -279,11 +288,6 @@ class Search:
 
 def grid_text(grid: Mapping[str, tuple[float, ...]]) -> str:
     return " ".join(f"{key}={','.join(map(str, values))}" for key, values in grid.items())
-
-
-def is_gone(path: str) -> bool:
-    """Whether a path to data or weights leads nowhere; names on the hub and of built-in sets are no paths."""
-    return os.sep in path and not os.path.exists(os.path.expanduser(path.removeprefix("imagenet:")))
 
 
 def run_search(

@@ -170,9 +170,10 @@ def prepare_run(
         raise UserError(f"{data.name} is multi-label, and softmax chooses one class of all; set objective=sigmoid")
     if data.is_multi_label and recipe.balance != "none":
         raise UserError(f"{data.name} is multi-label, and balance={recipe.balance} needs one label per image; leave it")
-    images = ""  # the list of them, if it is to be written
+    images: list[str] = []  # the list of them, of the first process, if it is to be written
     if stored is not None:
-        images = cluster.agree(partial(check_data, stored, out, data, hashed=recipe.hash_data, accept=accept))
+        check = partial(check_data, stored, out, data, hashed=recipe.hash_data, accept=accept)
+        cluster.agree(lambda: images.append(check()))
     if stored is not None and stored.recipe.minutes == recipe.minutes and not is_settled(recipe):
         recipe = settle(recipe, stored.recipe.steps) if stored.recipe.steps else recipe
     recipe = resolve_length(recipe, len(data.train), len(data.validation or data.test), cluster.world)
@@ -182,17 +183,17 @@ def prepare_run(
         if (key := difference(recipe, stored.recipe)) is not None:
             advice = "continue it with its own settings, or use a new --out"
             raise UserError(f"the run in {out} has another {key}; {advice}")
-        cluster.agree(lambda: manifest.write_manifest(out, images))
-        seen = cluster.agree(partial(seen_since, out, data))
         found = checkpoint.find_checkpoint(checkpoint.last_checkpoint(out), lambda meta: check_meta(meta, recipe))
         if found is not None:
-            data = without_seen(data, seen)
             about = (stored.model, stored.preprocess, stored.provenance)
+            base: tuple[Model | None, Adapter | None] = (None, None)
             if stored.adapter is not None:
                 base = resume_base(stored, stored.adapter, out, data, start)
-                return RunSetup(out, recipe, data, *about, found, *base, teacher)
-            check_size(stored.model, found.folder)
-            return RunSetup(out, recipe, data, *about, found, None, teacher=teacher)
+            else:
+                check_size(stored.model, found.folder)
+            cluster.agree(lambda: manifest.write_manifest(out, images[0]))
+            data = without_seen(data, cluster.agree(partial(seen_since, out, data)))
+            return RunSetup(out, recipe, data, *about, found, *base, teacher)
     adapter = new_adapter(recipe, out)
     model, preprocess = initial_model(recipe, data, start)
     if recipe.weights is not None and start is None and not given and cluster.first:  # given ones are not for the test
@@ -203,7 +204,9 @@ def prepare_run(
         shown_config(model.config, recipe.small_size)
     about = (model.config, preprocess, make_provenance(recipe, data, model))
     setup = RunSetup(out, recipe, data, *about, None, model, adapter, teacher)
-    cluster.agree(lambda: write_run_files(setup, new=stored is None, trial=trial))
+    if stored is not None and start is not None:  # what `start` has learned from counts
+        cluster.agree(lambda: manifest.write_manifest(out, images[0]))
+    cluster.agree(lambda: write_run_files(setup, new=stored is None or start is None, trial=trial))
     return setup
 
 
