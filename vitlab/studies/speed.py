@@ -80,6 +80,7 @@ STUDY = Study(
     figure,
     paper="A ViT is about as fast as a ResNet of the same cost; large ViTs hold far larger batches.",
     seeds=1,
-    note="Inference at the fastest batch size, and the largest batch of a training step with AdamW, both in bf16 on a "
-    "GPU that has it; on a CPU the batch is counted, not tried. The paper's machine is a TPUv3 core.",
+    note="Inference at the fastest batch size, and the largest batch of a training step with AdamW, of which no more "
+    "than 16,384 are tried, both in bf16 on a GPU that has it; on a CPU the batch is counted, not tried. The paper's "
+    "machine is a TPUv3 core.",
 )
