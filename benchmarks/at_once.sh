@@ -6,14 +6,15 @@ share_gpu() {
   AT_ONCE=$1
   if [ "$1" -eq 1 ]; then return; fi
   export CUDA_MPS_PIPE_DIRECTORY=${TMPDIR:-/tmp}/mps CUDA_MPS_LOG_DIRECTORY=${TMPDIR:-/tmp}/mps
-  export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 / $1))
+  unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE # one that the daemon starts with would hold for processes without one, too
   mkdir -p "$CUDA_MPS_PIPE_DIRECTORY"
   if { echo get_server_list | nvidia-cuda-mps-control || nvidia-cuda-mps-control -d; } >/dev/null 2>&1 &&
     python -c 'import torch; torch.zeros(1).cuda()'; then
+    export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 / $1))
     echo "$1 at a time, each on $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE % of the GPU's processors"
   else
     echo "the multi-process service does not run here: one at a time"
-    unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY CUDA_MPS_ACTIVE_THREAD_PERCENTAGE
+    unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
     AT_ONCE=1
   fi
 }

@@ -98,6 +98,8 @@ class Plan:
     def work(self, timed: bool) -> None:
         """What a process does: jobs from the first on, until all are done or have failed, here or in another one."""
         threading.Thread(target=end_with_parent, daemon=True).start()
+        if timed:
+            os.environ.pop("CUDA_MPS_PIPE_DIRECTORY", None)  # all of the GPU, not by the service that shares it
         listed = [(worker, job) for worker, jobs in map(self.stage, self.stages) for job in jobs]
         queue = [(worker, job) for worker, job in listed if is_timed(job) == timed]
         try:
