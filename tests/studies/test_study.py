@@ -544,6 +544,20 @@ def test_labels_cover_neither_points_nor_each_other() -> None:
     assert not any(box.contains(*point) for box in boxes for point in points)
 
 
+@pytest.mark.parametrize(("first", "second"), [(0.1, 0.4), (0.4, 0.1)])
+def test_labels_leave_lines_free_where_they_can(first: float, second: float) -> None:
+    """The first label would be on a line that rises, on the other side of its point on one that falls."""
+    panel = Lines("", "", "", [Series("ViT", [1, 4], [[first], [second]], ["Ti/16", "S/16"])], log=False)
+    figure = lines_figure([panel])
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    (x0, y0), (x1, y1) = axes.transData.transform([(1, 100 * first), (4, 100 * second)])
+    for box in (text.get_window_extent() for text in axes.texts):
+        x = np.linspace(x0, x1, 1000)  # of the line, pixel for pixel
+        y = y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+        assert not ((x > box.x0) & (x < box.x1) & (y > box.y0) & (y < box.y1)).any()
+
+
 def test_a_job_is_claimed_once(tmp_path: Path) -> None:
     place, job = Place(tmp_path), Measure("job", (), count_files, ())
     with folder_lock(tmp_path / "jobs" / "job"), place.claim(job) as mine:

@@ -84,25 +84,28 @@ def lines_figure(panels: Sequence[Lines]) -> "Figure":
 
 
 def place_labels(figure: "Figure") -> None:
-    """Put each label on the side of its point where it covers no point and no earlier label, if there is one."""
+    """Put each label on the side of its point where it covers no point and no earlier label, if there is one, and of
+    these where it covers the fewest lines."""
     from matplotlib.transforms import Bbox
 
     figure.draw_without_rendering()
     for axes in figure.axes:
         points = [axes.transData.transform(label.xy) for label in axes.texts]  # type: ignore[attr-defined]
         taken = [Bbox.from_extents(x - MARK, y - MARK, x + MARK, y + MARK) for x, y in points]
+        drawn = [line for line in axes.lines if line.get_linestyle() != "None"]
+        lines = [line.get_path().transformed(axes.transData) for line in drawn]
         for label in axes.texts:
-            covered = [covers(label, side, taken) for side in SIDES]
-            covers(label, SIDES[covered.index(min(covered))], taken)  # which also puts it there
+            covered = [covers(label, side, taken, lines) for side in SIDES]
+            covers(label, SIDES[covered.index(min(covered))], taken, lines)  # which also puts it there
             taken.append(label.get_window_extent())
 
 
-def covers(label: Any, side: tuple[int, int], others: Sequence[Any]) -> int:
-    """Put a label on a side of its point; return how many others it covers there."""
+def covers(label: Any, side: tuple[int, int], others: Sequence[Any], lines: Sequence[Any]) -> tuple[int, int]:
+    """Put a label on a side of its point; return how many others it covers there, and how many lines."""
     x, y = side
     label.set(position=side, ha="left" if x > 0 else "right", va="bottom" if y > 0 else "top")
     box = label.get_window_extent()
-    return sum(box.overlaps(other) for other in others)
+    return sum(box.overlaps(other) for other in others), sum(line.intersects_bbox(box, filled=False) for line in lines)
 
 
 def add_legend(figure: "Figure", free: Any) -> None:
