@@ -223,8 +223,9 @@ class Search:
     def check_inputs(self) -> None:
         """Note the images and the weights that all runs have in common; UserError where others are finished already."""
         recipe, begun = self.plan.recipe, bool(self.scores or self.runs)
-        base = self.open(lambda: "" if recipe.weights is None else name_base(recipe.weights, rank=0).sha256) or ""
-        base = base or self.base
+        base = self.base
+        if (weights := recipe.weights) is not None:
+            base = self.open(lambda: name_base(weights, rank=0).sha256) or base
         if begun and self.base and base != self.base:
             fix = "put them back, or use a new --out"
             raise UserError(f"the weights {recipe.weights} are not those that {self.out} was begun with; {fix}")

@@ -55,9 +55,8 @@ def seen_since(run: Path, data: Data) -> NDArray[np.bool_]:
     """As `seen_tests`, of a run that goes on: false for all unless its data has changed since it began, since a set may
     name one file twice."""
     path = run / NAME
-    changed = path.is_file() and f"\n{PAST}" in read_manifest(
-        run, LINE * sum(len(base(s)) for s in data.splits.values())
-    )
+    most = LINE * sum(len(base(split)) for split in data.splits.values())
+    changed = path.is_file() and f"\n{PAST}" in read_manifest(run, most)
     return seen_tests(run, data) if changed else np.zeros(len(data.test), np.bool_)
 
 
